@@ -1,0 +1,178 @@
+"""Reading a configuration: YAML file, then `a.b=c` overrides; every problem in one message."""
+
+import difflib
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import TypeAdapter, ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from jaxscale.config.errors import UserError
+from jaxscale.config.schema import Config
+
+_ADAPTER = TypeAdapter(Config)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Reads a YAML file and applies overrides (`mesh.fsdp=64`), which win over the file.
+
+    Raises:
+      UserError: the file cannot be read, or a key or value is wrong; all such problems are listed at once.
+    """
+    tree = _read_yaml_file(Path(path))
+    for override in overrides:
+        _apply_override(tree, override)
+    return parse_config(tree, origin=str(path))
+
+
+def parse_config(tree: Mapping[str, Any], *, origin: str) -> Config:
+    """Turns nested mappings into a `Config`; `origin` names where they came from in errors."""
+    try:
+        return _ADAPTER.validate_python(tree)
+    except ValidationError as error:
+        problems = [_describe_problem(problem) for problem in error.errors()]
+        lines = "\n  ".join(sorted(set(problems)))
+        raise UserError(f"{origin}: the configuration has {len(problems)} problem(s)\n  {lines}") from None
+
+
+def dump_config(config: Config) -> str:
+    """The resolved configuration as YAML, every field present; `load_config` reads it back to an equal one."""
+    out = io.StringIO()
+    yaml = YAML(typ="safe", pure=True)
+    yaml.default_flow_style = None
+    yaml.width = 110
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
+    yaml.dump(_listify(asdict(config)), out)
+    return out.getvalue()
+
+
+def flatten_config(config: Config) -> dict[str, Any]:
+    """`{"mesh.data": 2, ...}` for every field."""
+    return dict(_flatten(asdict(config), ""))
+
+
+def _read_yaml_file(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such configuration file{_nearby_files(path)}") from None
+    except IsADirectoryError:
+        raise UserError(f"{path}: is a folder; name the YAML file in it") from None
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path}: not UTF-8 text (byte {error.start}); save the configuration as UTF-8"
+        ) from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    try:
+        tree = YAML(typ="safe", pure=True).load(text)
+    except YAMLError as error:
+        raise UserError(f"{path}: not valid YAML: {_first_lines(str(error))}") from None
+    if not isinstance(tree, dict):
+        kind = "empty" if tree is None else f"a {type(tree).__name__}"
+        raise UserError(f"{path}: is {kind}; a configuration is a mapping of sections such as `steps: 100`")
+    return tree
+
+
+def _nearby_files(path: Path) -> str:
+    if not path.parent.is_dir():
+        return ""
+    names = [p.name for p in path.parent.glob("*.yaml")]
+    near = difflib.get_close_matches(path.name, names, n=1)
+    return f"; did you mean {path.parent / near[0]}?" if near else ""
+
+
+def _first_lines(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return "; ".join(line for line in lines[:4] if not line.startswith("To suppress"))
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    path, equals, text = override.partition("=")
+    if not equals or not path:
+        raise UserError(f"{override!r}: an override has the form section.field=value, such as mesh.fsdp=4")
+    try:
+        value = YAML(typ="safe", pure=True).load(text)
+    except YAMLError as error:
+        raise UserError(f"{override!r}: the value is not valid YAML: {_first_lines(str(error))}") from None
+    *sections, name = path.split(".")
+    node = tree
+    for section in sections:
+        child = node.get(section)
+        if child is None:
+            child = node[section] = {}
+        elif isinstance(child, str) and section == "precision":
+            child = node[section] = {"compute": child}
+        elif not isinstance(child, dict):
+            raise UserError(f"{override!r}: {section} is a value ({child!r}), not a section")
+        node = child
+    node[name] = value
+
+
+def _describe_problem(problem: Mapping[str, Any]) -> str:
+    path = ".".join(str(part) for part in problem["loc"])
+    value, kind = problem["input"], problem["type"]
+    if kind in {"unexpected_keyword_argument", "extra_forbidden"}:
+        return f"{path}: no such field (value {value!r}){_suggest(path)}"
+    if kind in {"missing", "missing_argument", "missing_keyword_only_argument"}:
+        return f"{path}: is required and has no value"
+    if kind in {"dataclass_type", "dict_type"}:
+        return f"{path}: {value!r} is not a section; write its fields below it"
+    if kind == "literal_error":
+        return f"{path}: {value!r} is not one of {problem['ctx']['expected']}{_suggest_value(value, problem)}"
+    message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    return f"{path}: {value!r}: {message}"
+
+
+def _suggest_value(value: Any, problem: Mapping[str, Any]) -> str:
+    choices = [choice.strip("' ") for choice in problem["ctx"]["expected"].replace(" or ", ",").split(",")]
+    near = difflib.get_close_matches(str(value), choices, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _suggest(path: str) -> str:
+    """The nearest valid name: same field in another section first, then a similar one here, then anywhere."""
+    known = list(_field_paths(Config, ""))
+    section, _, name = path.rpartition(".")
+    name = name.replace("-", "_")
+    elsewhere = [p for p in known if p.rpartition(".")[2] == name]
+    siblings = {p.rpartition(".")[2]: p for p in known if p.rpartition(".")[0] == section}
+    near = difflib.get_close_matches(name, siblings, n=1)
+    if near:
+        return f"; did you mean {siblings[near[0]]}?"
+    if elsewhere:
+        return f"; did you mean {elsewhere[0]}?"
+    anywhere = difflib.get_close_matches(path, known, n=1, cutoff=0.5)
+    if anywhere:
+        return f"; did you mean {anywhere[0]}?"
+    return f"; the fields here are {', '.join(siblings)}"
+
+
+def _field_paths(node: Any, prefix: str) -> Iterator[str]:
+    for item in fields(node):
+        path = prefix + item.name
+        yield path
+        section = next((t for t in (item.type, *get_args(item.type)) if is_dataclass(t)), None)
+        if section is not None:
+            yield from _field_paths(section, path + ".")
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _listify(value: Any) -> Any:
+    """Tuples as lists, which YAML can say."""
+    if isinstance(value, dict):
+        return {name: _listify(child) for name, child in value.items()}
+    if isinstance(value, list | tuple):
+        return [_listify(child) for child in value]
+    return value

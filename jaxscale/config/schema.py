@@ -1,0 +1,258 @@
+"""The configuration: frozen, typed, one field a line, each with its unit.
+
+A field whose change alters the mathematics of a run belongs here; whether a change is allowed when a run
+continues is decided in `jaxscale.config.compare`.
+"""
+
+from dataclasses import field
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+_STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+_MULTIPLES = {"k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def _refuse_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("a number is needed here, not true or false")
+    return value
+
+
+def _parse_count(value: Any) -> Any:
+    """Reads `100k`, `2.5M`, `3B` or `1e6` as a whole number."""
+    _refuse_bool(value)
+    if isinstance(value, str) and value[-1:] in _MULTIPLES:
+        try:
+            value = float(value[:-1]) * _MULTIPLES[value[-1]]
+        except ValueError:
+            raise ValueError("a count is a whole number, or a number followed by k, M, B or T") from None
+    if isinstance(value, float) and not value.is_integer():
+        raise ValueError("a count is a whole number")
+    return int(value) if isinstance(value, float) else value
+
+
+def _expand_precision(value: Any) -> Any:
+    """`precision: bf16` is short for bf16 compute over fp32 parameters, accumulators and moments."""
+    return {"compute": value} if isinstance(value, str) else value
+
+
+Count = Annotated[int, BeforeValidator(_parse_count), Field(ge=0)]
+Positive = Annotated[int, BeforeValidator(_parse_count), Field(gt=0)]
+AxisSize = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=-1)]
+Rate = Annotated[float, BeforeValidator(_refuse_bool), Field(ge=0)]
+Fraction = Annotated[float, BeforeValidator(_refuse_bool), Field(ge=0, le=1)]
+FloatFormat = Literal["fp32", "bf16"]
+
+
+@dataclass(frozen=True, config=_STRICT, kw_only=True)
+class MeshConfig:
+    """Devices along each mesh axis, slowest wire first; at most one may be -1 (all that is left)."""
+
+    pipe: AxisSize = 1
+    """Devices along `pipe`: pipeline stages."""
+    data: AxisSize = 1
+    """Devices along `data`: replicas of the model, gradients reduced once a step."""
+    fsdp: AxisSize = 1
+    """Devices along `fsdp`: parameters, gradients and optimizer state are laid over it by the ZeRO stage."""
+    expert: AxisSize = 1
+    """Devices along `expert`: expert shards; for a dense model, more replicas of it."""
+    tensor: AxisSize = 1
+    """Devices along `tensor`: heads, MLP channels and vocabulary are laid over it."""
+
+
+@dataclass(frozen=True, config=_STRICT, kw_only=True)
+class ZeroConfig:
+    """ZeRO stage (Rajbhandari 2020): what is laid over the `fsdp` axis."""
+
+    stage: Literal[0, 1, 2, 3] = 3
+    """0 nothing, 1 optimizer state, 2 and gradient accumulators, 3 and parameters."""
+
+
+@dataclass(frozen=True, config=_STRICT, kw_only=True)
+class BatchConfig:
+    """The batch of one optimizer update."""
+
+    sequences: Positive
+    """Sequences a step, over the whole mesh."""
+    microbatches: Positive = 1
+    """Microbatches a step: gradients are accumulated over them, the mathematics stays."""
+    length: Positive
+    """Tokens a sequence."""
+
+
+@dataclass(frozen=True, config=_STRICT, kw_only=True)
+class ModelConfig:
+    """The shape of a decoder."""
+
+    family: Literal["llama", "gpt2"]
+    """llama: RMSNorm, rotary positions, SwiGLU. gpt2: LayerNorm, learned positions, GELU, biases."""
+    layers: Positive
+    """Decoder blocks."""
+    embed: Positive
+    """Channels of the residual stream."""
+    heads: Positive
+    """Query heads."""
+    kv_heads: Positive | None = None
+    """Key and value heads (grouped-query attention); null: as many as query heads."""
+    head: Positive | None = None
+    """Channels of a head; null: embed / heads."""
+    mlp: Positive
+    """Hidden channels of the MLP."""
+    tied: bool = False
+    """Whether the output head is the embedding, transposed."""
+    vocab: Positive | None = None
+    """Tokens in the vocabulary; null: as many as the tokenizer has."""
+    positions: Positive | None = None
+    """Longest sequence in tokens; gpt2 learns so many positions. null: batch.length."""
+    rope_theta: Annotated[float, BeforeValidator(_refuse_bool), Field(gt=0)] = 10_000.0
+    """Base of the rotary frequencies, no unit."""
+    rope_scaling: Literal["none", "llama3.1"] = "none"
+    """llama3.1: stretch low rotary frequencies 8 times, as published for an 8,192-token pre-training."""
+    norm_eps: Annotated[float, BeforeValidator(_refuse_bool), Field(gt=0)] = 1e-5
+    """Added to the variance in a norm, no unit."""
+    attention: Literal["auto", "xla", "splash", "cudnn"] = "auto"
+    """Attention kernel; auto: splash on TPU, cuDNN on GPU in bf16, XLA elsewhere. Changes no number beyond rounding."""
+
+
+SourceName = Literal["python-stdlib", "text", "jsonl", "parquet", "tokens"]
+
+
+@dataclass(frozen=True, config=_STRICT, kw_only=True)
+class MixtureConfig:
+    """One source of a mixture."""
+
+    source: SourceName
+    """Kind of source, as data.source."""
+    paths: tuple[str, ...] = ()
+    """Files or glob patterns."""
+    field: str = "text"
+    """Field (JSONL) or column (Parquet) that holds the text."""
+    weight: Annotated[float, BeforeValidator(_refuse_bool), Field(gt=0)]
+    """Share of the sequences drawn from this source, relative to the other weights."""
+
+
+@dataclass(frozen=True, config=_STRICT, kw_only=True)
+class DataConfig:
+    """Where text comes from and how it becomes windows of tokens."""
+
+    source: SourceName = "python-stdlib"
+    """python-stdlib: the source text of the running Python's standard library; the others read `paths`."""
+    paths: tuple[str, ...] = ()
+    """Files or glob patterns, relative to the working directory."""
+    field: str = "text"
+    """Field (JSONL) or column (Parquet) that holds the text."""
+    mixture: tuple[MixtureConfig, ...] = ()
+    """Several sources with weights, in place of source, paths and field."""
+    tokenizer: str = "bytes"
+    """bytes, the path of a Hugging Face tokenizer.json, or train:N (a byte-level BPE of N tokens from the corpus)."""
+    end_token: str | None = None
+    """Token that ends a document; null: found in the tokenizer by its usual names."""
+    validation_fraction: Annotated[float, BeforeValidator(_refuse_bool), Field(ge=0, lt=1)] = 0.05
+    """Fraction of each source's tokens held out for validation."""
+    cross_documents: bool = False
+    """Whether attention may cross a document boundary within a window."""
+    restart_positions: bool = True
+    """Whether positions restart at a document boundary."""
+    cache_dir: str | None = None
+    """Folder for tokenised corpora; null: jaxscale in the user's cache folder."""
+
+
+@dataclass(frozen=True, config=_STRICT, kw_only=True)
+class OptimizerConfig:
+    """The optimizer and its learning-rate schedule; schedules count tokens."""
+
+    name: Literal["adamw"] = "adamw"
+    """adamw: Adam with decoupled weight decay on matrices."""
+    peak_lr: Rate = 3e-4
+    """Learning rate after warm-up, per update."""
+    schedule: Literal["constant", "cosine", "wsd"] = "cosine"
+    """After warm-up: constant; cosine to the end; or warm-up, stable, linear decay."""
+    warmup_tokens: Count = 0
+    """Tokens over which the rate rises linearly from 0 to peak_lr."""
+    final_lr_fraction: Fraction = 0.1
+    """Rate at the end of cosine or wsd, as a fraction of peak_lr."""
+    decay_fraction: Fraction = 0.2
+    """Fraction of the run's tokens over which wsd decays."""
+    weight_decay: Rate = 0.1
+    """Decoupled weight decay of matrices (not norms or biases), per unit of learning rate."""
+    clip_norm: Annotated[float, BeforeValidator(_refuse_bool), Field(gt=0)] | None = 1.0
+    """Largest global gradient norm; null: no clipping."""
+    beta1: Annotated[float, BeforeValidator(_refuse_bool), Field(ge=0, lt=1)] = 0.9
+    """Decay of the first moment, per update."""
+    beta2: Annotated[float, BeforeValidator(_refuse_bool), Field(ge=0, lt=1)] = 0.95
+    """Decay of the second moment, per update."""
+    eps: Annotated[float, BeforeValidator(_refuse_bool), Field(gt=0)] = 1e-8
+    """Added to the root of the second moment, no unit."""
+
+
+@dataclass(frozen=True, config=_STRICT, kw_only=True)
+class PrecisionConfig:
+    """Number formats. `precision: bf16` is short for {compute: bf16}."""
+
+    compute: FloatFormat = "fp32"
+    """Matmuls and activations; norm statistics, rotary angles, softmax and loss stay fp32."""
+    params: FloatFormat = "fp32"
+    """Parameters as the optimizer keeps them."""
+    accumulate: FloatFormat = "fp32"
+    """Gradient accumulators and the reduction over `data`."""
+    moments: FloatFormat = "fp32"
+    """First moment of the optimizer."""
+
+
+@dataclass(frozen=True, config=_STRICT, kw_only=True)
+class CheckpointConfig:
+    """When the run is saved; the last step always is."""
+
+    every_steps: Count = 100
+    """Steps between checkpoints; 0: only at the end."""
+    keep: Positive = 3
+    """Newest checkpoints kept."""
+
+
+@dataclass(frozen=True, config=_STRICT, kw_only=True)
+class EvalConfig:
+    """Validation during training."""
+
+    every_steps: Count = 0
+    """Steps between evaluations; 0: never."""
+    sequences: Positive = 64
+    """Validation sequences an evaluation, the same ones each time."""
+
+
+@dataclass(frozen=True, config=_STRICT, kw_only=True)
+class NonfiniteConfig:
+    """What happens to a step whose loss or gradient norm is not finite: it is skipped, exactly."""
+
+    limit: Positive = 20
+    """Skipped steps in a row after which the run ends with exit code 3."""
+
+
+@dataclass(frozen=True, config=_STRICT, kw_only=True)
+class Config:
+    """A whole run."""
+
+    run_dir: str
+    """Folder of the run: resolved config, metrics, checkpoints."""
+    seed: Annotated[int, BeforeValidator(_refuse_bool), Field(ge=0, lt=2**32)] = 0
+    """Seed of the initial weights and of the order of the data."""
+    steps: Positive
+    """Optimizer updates in the run, skipped ones included."""
+    stop_after_steps: Positive | None = None
+    """End early after so many steps as if stopped on request: everything saved, exit code 75."""
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
+    batch: BatchConfig
+    model: ModelConfig
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    precision: Annotated[PrecisionConfig, BeforeValidator(_expand_precision)] = field(
+        default_factory=PrecisionConfig
+    )
+    remat: Literal["none", "full", "matmuls"] = "none"
+    """What the backward pass recomputes: nothing, every block, or all but the block's matmuls."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    nonfinite: NonfiniteConfig = field(default_factory=NonfiniteConfig)

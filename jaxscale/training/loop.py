@@ -1,0 +1,271 @@
+"""The training loop, in chapters: open, compile, continue, step, finish."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import jax
+
+from jaxscale.checkpoint import Checkpoints
+from jaxscale.config import Config
+from jaxscale.data.dataset import Data, open_data
+from jaxscale.data.loader import BatchLoader, evaluation_batches
+from jaxscale.metrics import Console, EvalRecord, JsonlSink, SilentConsole, Sinks, StepRecord, TensorBoardSink
+from jaxscale.training.run_dir import RunDir, check_run_dir, write_config
+from jaxscale.training.setup import Compiled, Setup, find_mesh, make_key, make_setup
+from jaxscale.training.state import TrainState
+from jaxscale.training.step import batch_sharding
+from jaxscale.training.throughput import Throughput
+
+
+class Outcome(IntEnum):
+    """How a session ended; the values are exit codes."""
+
+    DONE = 0
+    NUMBERS_WENT_BAD = 3
+    STOPPED = 75
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a session of training comes to."""
+
+    outcome: Outcome
+    run_dir: RunDir
+    step: int
+    first_eval: EvalRecord | None
+    last_eval: EvalRecord | None
+
+
+def train(
+    config: Config, console: Console | None = None, *, is_stop_requested: Callable[[], bool] = lambda: False
+) -> Result:
+    """Runs a configuration to its end, from wherever its run directory left off.
+
+    Args:
+      is_stop_requested: asked after each step; once true the run is saved and ends as `STOPPED`.
+
+    Raises:
+      UserError: whatever the user can mend, before the first compile.
+    """
+    console = console if console is not None and jax.process_index() == 0 else SilentConsole()
+    config, mesh = find_mesh(config)
+    run_dir = check_run_dir(config)
+    data = open_data(
+        config.data,
+        length=config.batch.length,
+        seed=config.seed,
+        vocab=config.model.vocab,
+        tokenizer_dir=run_dir.tokenizer,
+        sequences=config.batch.sequences,
+    )
+    setup = make_setup(config, mesh, data.vocab)
+    if jax.process_index() == 0:
+        write_config(run_dir, config)
+        data.tokenizer.save(run_dir.tokenizer)
+    with ExitStack() as stack:
+        checkpoints = Checkpoints(run_dir.checkpoints, keep=config.checkpoint.keep)
+        stack.callback(checkpoints.close)
+        return _Session(setup, data, run_dir, checkpoints, console, is_stop_requested, stack).run()
+
+
+class _Session:
+    """One process's part of a run, from start or resume to the end or a stop."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        data: Data,
+        run_dir: RunDir,
+        checkpoints: Checkpoints,
+        console: Console,
+        is_stop_requested: Callable[[], bool],
+        stack: ExitStack,
+    ):
+        self.setup, self.config, self.data = setup, setup.config, data
+        self.run_dir, self.checkpoints, self.console = run_dir, checkpoints, console
+        self.is_stop_requested = is_stop_requested
+        self.stack = stack
+        self.first_eval: EvalRecord | None = None
+        self.last_eval: EvalRecord | None = None
+
+    def run(self) -> Result:
+        config = self.config
+        resume_step = self.checkpoints.latest_step() or 0
+        for step in self.checkpoints.incomplete_steps():
+            self.console.note(f"checkpoint of step {step} is not complete and is passed over")
+        if resume_step >= config.steps:
+            self.console.note(f"{config.run_dir} has all its {config.steps} steps; nothing is left to do")
+            return self._result(Outcome.DONE, resume_step)
+        last_step = min(config.steps, config.stop_after_steps or config.steps)
+        if resume_step >= last_step:
+            self.console.note(f"{config.run_dir} is at step {resume_step}, past stop_after_steps={last_step}")
+            return self._result(Outcome.STOPPED, resume_step)
+        if resume_step:
+            self.console.note(f"continuing {config.run_dir} after step {resume_step}")
+
+        self.console.start(steps=config.steps, first_step=resume_step)
+        self.stack.callback(self.console.finish)
+        sinks = self._open_sinks(resume_step)
+        loader = self.stack.enter_context(
+            BatchLoader(
+                self.data.train,
+                sequences=config.batch.sequences,
+                microbatches=config.batch.microbatches,
+                sharding=batch_sharding(self.setup.layouts),
+                start_sequence=resume_step * config.batch.sequences,
+            )
+        )
+        state, step_function = self._compile_and_restore(resume_step)
+        self.throughput = Throughput(self.setup)
+        if resume_step == 0 and config.eval.every_steps:
+            self._evaluate(state, 0, sinks)
+        return self._step_to_end(state, step_function, loader, sinks, resume_step + 1, last_step)
+
+    def _step_to_end(
+        self,
+        state: TrainState,
+        step_function: Compiled,
+        loader: BatchLoader,
+        sinks: Sinks,
+        first_step: int,
+        last_step: int,
+    ) -> Result:
+        config = self.config
+        reporter = _Reporter(config, self.console, sinks, self.throughput)
+        for step in range(first_step, last_step + 1):
+            state, metrics = step_function(state, next(loader))
+            reporter.take(step, metrics)
+            is_last = step >= last_step or self.is_stop_requested()
+            if (
+                is_last
+                or _is_due(step, config.eval.every_steps)
+                or _is_due(step, config.checkpoint.every_steps)
+            ):
+                reporter.flush()
+            bad = reporter.skips_in_row >= config.nonfinite.limit
+            if _is_due(step, config.eval.every_steps) or (step == config.steps and config.eval.every_steps):
+                self._evaluate(state, step, sinks)
+                reporter.restart_clock()
+            if bad:
+                return self._give_up(step)
+            if is_last or _is_due(step, config.checkpoint.every_steps):
+                self.checkpoints.save(step, state, wait=is_last)
+                reporter.restart_clock()
+            if is_last:
+                return self._result(Outcome.DONE if step >= config.steps else Outcome.STOPPED, step)
+        raise AssertionError("the last step always returns")
+
+    def _compile_and_restore(self, resume_step: int) -> tuple[TrainState, Compiled]:
+        """Compiles the step while the state is made or read: XLA compiles outside Python's lock."""
+        with ThreadPoolExecutor(max_workers=2) as pool:
+            step_function = pool.submit(self.setup.compile_step)
+            if self.config.eval.every_steps:
+                self.evaluation = pool.submit(self.setup.compile_evaluation)
+            if resume_step:
+                state = self.checkpoints.restore(resume_step, self.setup.abstract_state)
+            else:
+                state = self.setup.compile_init()(make_key(self.config.seed))
+            return state, step_function.result()
+
+    def _evaluate(self, state: TrainState, step: int, sinks: Sinks) -> None:
+        loss, weight = evaluate(self.setup, self.data, self.evaluation.result(), state.params)
+        record = EvalRecord(
+            step=step,
+            tokens=step * self.config.batch.sequences * self.config.batch.length,
+            loss=loss / max(weight, 1.0),
+            counted_tokens=round(weight),
+        )
+        self.first_eval, self.last_eval = self.first_eval or record, record
+        self.console.eval(record)
+        sinks.write(record)
+
+    def _open_sinks(self, resume_step: int) -> Sinks:
+        if jax.process_index() != 0:
+            return Sinks()
+        sinks = Sinks(
+            JsonlSink(self.run_dir.metrics, resume_step=resume_step),
+            TensorBoardSink(self.run_dir.tensorboard, resume_step=resume_step),
+        )
+        self.stack.callback(sinks.close)
+        return sinks
+
+    def _give_up(self, step: int) -> Result:
+        good = self.checkpoints.latest_step()
+        self.console.note(
+            f"{self.config.nonfinite.limit} steps in a row had a loss or gradient norm that is not finite, or "
+            f"no counted token; stopped at step {step}, nothing was saved since. "
+            + (f"The last good checkpoint is of step {good}" if good else "There is no checkpoint")
+            + "; look at the data there, or lower optimizer.peak_lr, and start anew"
+        )
+        return self._result(Outcome.NUMBERS_WENT_BAD, step)
+
+    def _result(self, outcome: Outcome, step: int) -> Result:
+        return Result(outcome, self.run_dir, step, self.first_eval, self.last_eval)
+
+
+class _Reporter:
+    """Turns a step's metrics into records, one step late, so that the devices never wait for the host."""
+
+    def __init__(self, config: Config, console: Console, sinks: Sinks, throughput: Throughput):
+        self.config, self.console, self.sinks, self.throughput = config, console, sinks, throughput
+        self.skips_in_row = 0
+        self._pending: tuple[int, Any] | None = None
+        self._clock = time.perf_counter()
+
+    def take(self, step: int, metrics: dict[str, jax.Array]) -> None:
+        self.flush()
+        self._pending = (step, metrics)
+
+    def flush(self) -> None:
+        """Waits for the step taken last, and reports it."""
+        if self._pending is None:
+            return
+        (step, metrics), self._pending = self._pending, None
+        values = jax.device_get(metrics)
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
+        self.skips_in_row = int(values["skips_in_row"])
+        batch = self.config.batch
+        record = StepRecord(
+            step=step,
+            sequences=step * batch.sequences,
+            tokens=step * batch.sequences * batch.length,
+            loss=float(values["loss"]),
+            grad_norm=float(values["grad_norm"]),
+            lr=float(values["lr"]),
+            step_seconds=seconds,
+            tokens_per_second=batch.sequences * batch.length / seconds,
+            mfu=self.throughput.utilisation(batch.sequences * batch.length / seconds),
+            skipped=bool(values["skipped"]),
+        )
+        self.console.step(record)
+        self.sinks.write(record)
+
+    def restart_clock(self) -> None:
+        """What was done since the last step (saving, evaluating) is no step's time."""
+        self._clock = time.perf_counter()
+
+
+def evaluate(
+    setup: Setup, data: Data, evaluation: Compiled, params: Any, count: int | None = None
+) -> tuple[float, float]:
+    """Sum of losses in nats and number of counted tokens over `count` validation sequences (eval.sequences)."""
+    batch = setup.evaluation_config.batch
+    batches = evaluation_batches(
+        data.validation,
+        setup.config.eval.sequences if count is None else count,
+        sequences=batch.sequences,
+        microbatches=1,
+        sharding=batch_sharding(setup.layouts),
+    )
+    sums = [jax.device_get(evaluation(params, each)) for each in batches]
+    return sum(float(loss) for loss, _ in sums), sum(float(weight) for _, weight in sums)
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

@@ -1,0 +1,24 @@
+"""The weights of a run, for commands that read one."""
+
+from typing import Any
+
+from jaxscale.checkpoint import Checkpoints
+from jaxscale.config import UserError
+from jaxscale.training.run_dir import RunDir
+from jaxscale.training.setup import Setup
+
+
+def load_params(run_dir: RunDir, setup: Setup, step: int | None) -> tuple[int, Any]:
+    """The step (the newest if None) and its parameters, laid out for the setup's mesh.
+
+    Raises:
+      UserError: there is no such checkpoint, or it is of another model.
+    """
+    checkpoints = Checkpoints(run_dir.checkpoints, keep=1)
+    try:
+        step = checkpoints.latest_step() if step is None else step
+        if step is None:
+            raise UserError(f"{run_dir.path} has no complete checkpoint yet; train it first")
+        return step, checkpoints.restore_params(step, setup.abstract_state.params)
+    finally:
+        checkpoints.close()
