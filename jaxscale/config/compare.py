@@ -43,6 +43,14 @@ def check_same_mathematics(saved: Config, asked: Config) -> None:
 
 def _is_free(path: str, saved: Config, asked: Config) -> bool:
     if path == "steps":
-        # A longer run is the same run only where the learning rate does not look at its end.
-        return saved.optimizer.schedule == asked.optimizer.schedule == "constant"
+        return _ignores_end(saved) and _ignores_end(asked)
     return any(path == free or path.startswith(free + ".") for free in FREE_TO_CHANGE)
+
+
+def _ignores_end(config: Config) -> bool:
+    """A longer run is the same run only where the learning rate does not look at its end.
+
+    A warm-up longer than the run is shortened to it, so that such a rate does look at the end.
+    """
+    tokens = config.steps * config.batch.sequences * config.batch.length
+    return config.optimizer.schedule == "constant" and config.optimizer.warmup_tokens <= tokens

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from pydantic import TypeAdapter, ValidationError
 from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from jaxscale.config.errors import UserError
 from jaxscale.config.schema import Config
@@ -34,13 +34,13 @@ def parse_config(tree: Mapping[str, Any], *, origin: str) -> Config:
     try:
         return _ADAPTER.validate_python(tree)
     except ValidationError as error:
-        problems = [_describe_problem(problem) for problem in error.errors()]
-        lines = "\n  ".join(sorted(set(problems)))
+        problems = sorted({_describe_problem(problem) for problem in error.errors()})
+        lines = "\n  ".join(problems)
         raise UserError(f"{origin}: the configuration has {len(problems)} problem(s)\n  {lines}") from None
 
 
 def dump_config(config: Config) -> str:
-    """The resolved configuration as YAML, every field present; `load_config` reads it back to an equal one."""
+    """The resolved configuration as YAML, every field present; `load_config` reads back an equal one."""
     out = io.StringIO()
     yaml = YAML(typ="safe", pure=True)
     yaml.default_flow_style = None
@@ -71,9 +71,9 @@ def _read_yaml_file(path: Path) -> dict[str, Any]:
     try:
         tree = YAML(typ="safe", pure=True).load(text)
     except YAMLError as error:
-        raise UserError(f"{path}: not valid YAML: {_first_lines(str(error))}") from None
+        raise UserError(f"{path}: not valid YAML: {_describe_yaml_error(error)}") from None
     if not isinstance(tree, dict):
-        kind = "empty" if tree is None else f"a {type(tree).__name__}"
+        kind = {type(None): "empty", list: "a list", str: "text"}.get(type(tree), repr(tree))
         raise UserError(f"{path}: is {kind}; a configuration is a mapping of sections such as `steps: 100`")
     return tree
 
@@ -86,19 +86,22 @@ def _nearby_files(path: Path) -> str:
     return f"; did you mean {path.parent / near[0]}?" if near else ""
 
 
-def _first_lines(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return "; ".join(line for line in lines[:4] if not line.startswith("To suppress"))
+def _describe_yaml_error(error: YAMLError) -> str:
+    """The problem and its line; the rest of ruamel's message is about its own API."""
+    if isinstance(error, MarkedYAMLError) and error.problem and error.problem_mark:
+        remedy = "; indent with spaces, not tabs" if r"'\t'" in error.problem else ""
+        return f"line {error.problem_mark.line + 1}: {error.problem}{remedy}"
+    return "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:
     path, equals, text = override.partition("=")
-    if not equals or not path:
+    if not equals or not all(path.split(".")):
         raise UserError(f"{override!r}: an override has the form section.field=value, such as mesh.fsdp=4")
     try:
         value = YAML(typ="safe", pure=True).load(text)
     except YAMLError as error:
-        raise UserError(f"{override!r}: the value is not valid YAML: {_first_lines(str(error))}") from None
+        raise UserError(f"{override!r}: the value is not valid YAML: {_describe_yaml_error(error)}") from None
     *sections, name = path.split(".")
     node = tree
     for section in sections:
@@ -124,6 +127,12 @@ def _describe_problem(problem: Mapping[str, Any]) -> str:
         return f"{path}: {value!r} is not a section; write its fields below it"
     if kind == "literal_error":
         return f"{path}: {value!r} is not one of {problem['ctx']['expected']}{_suggest_value(value, problem)}"
+    if kind == "tuple_type":
+        return (
+            f"{path}: {value!r} is not a list; write [{value}]"
+            if isinstance(value, str)
+            else (f"{path}: {value!r} is not a list")
+        )
     message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     return f"{path}: {value!r}: {message}"
 
@@ -135,7 +144,7 @@ def _suggest_value(value: Any, problem: Mapping[str, Any]) -> str:
 
 
 def _suggest(path: str) -> str:
-    """The nearest valid name: same field in another section first, then a similar one here, then anywhere."""
+    """The nearest valid name: a similar one here, the same or a longer one elsewhere, a similar path."""
     known = list(_field_paths(Config, ""))
     section, _, name = path.rpartition(".")
     name = name.replace("-", "_")
@@ -146,7 +155,10 @@ def _suggest(path: str) -> str:
         return f"; did you mean {siblings[near[0]]}?"
     if elsewhere:
         return f"; did you mean {elsewhere[0]}?"
-    anywhere = difflib.get_close_matches(path, known, n=1, cutoff=0.5)
+    longer = [p for p in known if name in p.rpartition(".")[2].split("_")]
+    if longer:
+        return f"; did you mean {longer[0]}?"
+    anywhere = difflib.get_close_matches(path, [p for p in known if p != section], n=1, cutoff=0.5)
     if anywhere:
         return f"; did you mean {anywhere[0]}?"
     return f"; the fields here are {', '.join(siblings)}"

@@ -4,7 +4,9 @@ A field whose change alters the mathematics of a run belongs here; whether a cha
 continues is decided in `jaxscale.config.compare`.
 """
 
+import math
 from dataclasses import field
+from decimal import Decimal, InvalidOperation
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
@@ -26,12 +28,14 @@ def _parse_count(value: Any) -> Any:
     _refuse_bool(value)
     if isinstance(value, str) and value[-1:] in _MULTIPLES:
         try:
-            value = float(value[:-1]) * _MULTIPLES[value[-1]]
-        except ValueError:
+            value = Decimal(value[:-1]) * _MULTIPLES[value[-1]]  # as a float, 1.001k is no whole number
+        except InvalidOperation:
             raise ValueError("a count is a whole number, or a number followed by k, M, B or T") from None
-    if isinstance(value, float) and not value.is_integer():
-        raise ValueError("a count is a whole number")
-    return int(value) if isinstance(value, float) else value
+    if isinstance(value, float | Decimal):
+        if not math.isfinite(value) or value != int(value):
+            raise ValueError("a count is a whole number")
+        return int(value)
+    return value
 
 
 def _expand_precision(value: Any) -> Any:
@@ -67,7 +71,7 @@ class MeshConfig:
 class ZeroConfig:
     """ZeRO stage (Rajbhandari 2020): what is laid over the `fsdp` axis."""
 
-    stage: Literal[0, 1, 2, 3] = 3
+    stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_refuse_bool)] = 3
     """0 nothing, 1 optimizer state, 2 and gradient accumulators, 3 and parameters."""
 
 
@@ -114,7 +118,7 @@ class ModelConfig:
     norm_eps: Annotated[float, BeforeValidator(_refuse_bool), Field(gt=0)] = 1e-5
     """Added to the variance in a norm, no unit."""
     attention: Literal["auto", "xla", "splash", "cudnn"] = "auto"
-    """Attention kernel; auto: splash on TPU, cuDNN on GPU in bf16, XLA elsewhere. Changes no number beyond rounding."""
+    """Kernel, the same numbers up to rounding; auto: splash on TPU, cuDNN on GPU in bf16, XLA elsewhere."""
 
 
 SourceName = Literal["python-stdlib", "text", "jsonl", "parquet", "tokens"]
@@ -147,7 +151,8 @@ class DataConfig:
     mixture: tuple[MixtureConfig, ...] = ()
     """Several sources with weights, in place of source, paths and field."""
     tokenizer: str = "bytes"
-    """bytes, the path of a Hugging Face tokenizer.json, or train:N (a byte-level BPE of N tokens from the corpus)."""
+    """bytes; the path of a Hugging Face tokenizer.json; train:N, a byte-level BPE of N tokens made from the
+    corpus; or none, for token ids whose tokenizer is not at hand."""
     end_token: str | None = None
     """Token that ends a document; null: found in the tokenizer by its usual names."""
     validation_fraction: Annotated[float, BeforeValidator(_refuse_bool), Field(ge=0, lt=1)] = 0.05
@@ -234,7 +239,7 @@ class NonfiniteConfig:
 class Config:
     """A whole run."""
 
-    run_dir: str
+    run_dir: Annotated[str, Field(min_length=1)]
     """Folder of the run: resolved config, metrics, checkpoints."""
     seed: Annotated[int, BeforeValidator(_refuse_bool), Field(ge=0, lt=2**32)] = 0
     """Seed of the initial weights and of the order of the data."""

@@ -271,7 +271,7 @@ class Decoder(nnx.Module):
         """Embedded tokens and, for rotary families, the angles of their positions."""
         x_BTD = embed_tokens(self.embed.table[...], ids_BT, self.shape.dtype)
         if self.shape.family == "gpt2":
-            x_BTD = x_BTD + self.positions.table[...].astype(x_BTD.dtype)[positions_BT]
+            x_BTD = x_BTD + embed_tokens(self.positions.table[...], positions_BT, self.shape.dtype)
             return constrain(x_BTD, "batch", "length", "embed"), None
         angles_BTH = rotary_angles(
             positions_BT, self.shape.head, self.shape.rope_theta, self.shape.rope_scaling

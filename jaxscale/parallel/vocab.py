@@ -67,7 +67,9 @@ class _Split(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def embed_tokens(table_VD: jax.Array, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Rows of the table for each token.
+    """Rows of the table for each token, or for each position.
+
+    Left to the partitioner, such a gather inside a manual region ends XLA's TPU compiler.
 
     Args:
       table_VD: embedding, any float dtype; V may be padded beyond the tokenizer's vocabulary.

@@ -71,7 +71,8 @@ class Program:
                     table[number] = entry
                 else:
                     table = None
-            elif line.startswith("}"):
+            elif line.startswith("}") and not line.startswith("}}"):
+                # A kernel's configuration may hold line breaks, and a line of it starts with two braces.
                 current = None
             elif found := _ASSIGNMENT.match(line):
                 self._lines[current][found[2]] = (line, found.end())

@@ -24,6 +24,7 @@ REPLICATED: Axes = ()
 # Dims of parameters. The ZeRO stage may still take the `fsdp` axis out (`jaxscale.sharding.zero`).
 PARAMETER_STRATEGY: Mapping[str, Axes] = {
     "vocab": ("tensor",),
+    "positions": ("tensor",),
     "embed": ("fsdp",),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
@@ -32,7 +33,6 @@ PARAMETER_STRATEGY: Mapping[str, Axes] = {
     "layers": ("pipe",),
     "head": REPLICATED,
     "norm": REPLICATED,
-    "positions": REPLICATED,
 }
 
 Rules = Mapping[str, tuple[str, ...]]

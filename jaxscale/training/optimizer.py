@@ -16,7 +16,7 @@ DECAYED = ("kernel", "table")  # norms and biases are not decayed
 
 
 def make_optimizer(config: OptimizerConfig, precision: PrecisionConfig) -> optax.GradientTransformation:
-    """AdamW without its learning rate: the step multiplies by that, so that what is logged is what is used."""
+    """AdamW without its learning rate: the step multiplies by that, so what is logged is what is used."""
     return optax.chain(
         optax.scale_by_adam(config.beta1, config.beta2, config.eps, mu_dtype=DTYPES[precision.moments]),
         optax.add_decayed_weights(config.weight_decay, mask=mask_decay),
@@ -52,7 +52,7 @@ def clip_gradients(gradients: Any, limit: float | None) -> tuple[Any, jax.Array]
       gradients, and the norm before clipping (fp32): that of the one mathematical gradient, since every leaf
       is counted once however it lies.
     """
-    norm = optax.global_norm(jax.tree.map(lambda g: g.astype(jnp.float32), gradients))
+    norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), gradients))
     if limit is None:
         return gradients, norm
     scale = jnp.minimum(1.0, limit / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))

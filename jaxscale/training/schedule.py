@@ -17,7 +17,8 @@ def learning_rate(tokens: jax.Array, total_tokens: int, config: OptimizerConfig)
       total_tokens: tokens of the whole run.
     """
     warmup = min(config.warmup_tokens, total_tokens)
-    rise = jnp.minimum(tokens / warmup, 1.0) if warmup else jnp.float32(1.0)
+    # Counts enter as floats: JAX refuses Python integers from 2^31 on, which real runs exceed.
+    rise = jnp.minimum(tokens / float(warmup), 1.0) if warmup else jnp.float32(1.0)
     decay_tokens = {
         "constant": 0,
         "cosine": total_tokens - warmup,
@@ -25,7 +26,7 @@ def learning_rate(tokens: jax.Array, total_tokens: int, config: OptimizerConfig)
     }[config.schedule]
     if not decay_tokens:
         return config.peak_lr * rise
-    done = jnp.clip((tokens - (total_tokens - decay_tokens)) / decay_tokens, 0.0, 1.0)
+    done = jnp.clip((tokens - float(total_tokens - decay_tokens)) / float(decay_tokens), 0.0, 1.0)
     if config.schedule == "cosine":
         done = (1.0 - jnp.cos(jnp.pi * done)) / 2.0
     return config.peak_lr * rise * (1.0 - done * (1.0 - config.final_lr_fraction))

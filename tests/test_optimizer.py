@@ -1,0 +1,157 @@
+"""Clipping, AdamW against the same lines in numpy, and where the moments lie."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxscale.config import MeshConfig, OptimizerConfig, PrecisionConfig, parse_config
+from jaxscale.mesh import make_mesh
+from jaxscale.sharding.rules import iterate_leaves
+from jaxscale.training.optimizer import clip_gradients, lay_optimizer, make_optimizer, mask_decay
+from jaxscale.training.setup import make_key, make_setup
+
+CONFIG = parse_config(
+    {
+        "run_dir": "unused",
+        "steps": 1,
+        "batch": {"sequences": 8, "length": 8},
+        "model": {"family": "gpt2", "layers": 2, "embed": 16, "heads": 4, "mlp": 32, "tied": False},
+        "mesh": {"fsdp": 8},
+    },
+    origin="this test",
+)
+
+
+def make_gradients(seed=0):
+    """Gradients of every kind of leaf, with a norm of about 5."""
+    generator = np.random.default_rng(seed)
+    shapes = {
+        "layer": {"kernel": (3, 4), "bias": (4,)},
+        "norm": {"scale": (4,), "bias": (4,)},
+        "embed": {"table": (3, 2)},
+    }
+    return jax.tree.map(
+        lambda shape: jnp.asarray(generator.normal(size=shape), jnp.float32),
+        shapes,
+        is_leaf=lambda node: isinstance(node, tuple),
+    )
+
+
+def compute_norm(gradients):
+    return np.sqrt(sum(np.square(np.asarray(g, np.float64)).sum() for g in jax.tree.leaves(gradients)))
+
+
+@pytest.mark.smoke
+def test_clipping_at_half_the_norm_halves_and_reports_the_norm_before_it():
+    gradients = make_gradients()
+    norm = compute_norm(gradients)
+    clipped, reported = jax.jit(clip_gradients, static_argnums=1)(gradients, float(norm / 2))
+
+    np.testing.assert_allclose(reported, norm, rtol=1e-6)
+    np.testing.assert_allclose(compute_norm(clipped), norm / 2, rtol=1e-6)
+    for got, given in zip(jax.tree.leaves(clipped), jax.tree.leaves(gradients), strict=True):
+        np.testing.assert_allclose(got, given / 2, rtol=1e-6)
+
+
+@pytest.mark.parametrize("limit", [1e9, None])
+def test_gradients_within_the_limit_keep_every_bit(limit):
+    gradients = make_gradients()
+    clipped, reported = jax.jit(clip_gradients, static_argnums=1)(gradients, limit)
+
+    np.testing.assert_allclose(reported, compute_norm(gradients), rtol=1e-6)
+    for got, given in zip(jax.tree.leaves(clipped), jax.tree.leaves(gradients), strict=True):
+        assert np.asarray(got).tobytes() == np.asarray(given).tobytes()
+
+
+def test_clipping_gradients_of_zero_leaves_them_at_zero():
+    clipped, norm = clip_gradients(jax.tree.map(jnp.zeros_like, make_gradients()), 1.0)
+    assert norm == 0
+    assert all((np.asarray(leaf) == 0).all() for leaf in jax.tree.leaves(clipped))
+
+
+def test_norm_of_bf16_gradients_is_summed_in_fp32():
+    gradients = {"kernel": jnp.full((4096,), 0.1, jnp.bfloat16)}
+    _, norm = clip_gradients(gradients, None)
+    assert norm.dtype == jnp.float32
+    np.testing.assert_allclose(norm, compute_norm(gradients), rtol=1e-6)
+
+
+def test_decay_pulls_on_kernels_and_tables_only():
+    marks = dict(iterate_leaves(mask_decay(make_gradients())))
+    assert marks == {
+        "layer/kernel": True,
+        "layer/bias": False,
+        "norm/scale": False,
+        "norm/bias": False,
+        "embed/table": True,
+    }
+
+
+def test_five_updates_equal_adamw_written_out():
+    config = OptimizerConfig(beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.3)
+    rates = [0.1, 0.2, 0.05, 0.1, 0.03]
+    optimizer = make_optimizer(config, PrecisionConfig())
+    params = make_gradients(seed=100)
+    state = optimizer.init(params)
+    update = jax.jit(optimizer.update)
+
+    expected = {path: np.asarray(leaf, np.float64) for path, leaf in iterate_leaves(params)}
+    first = {path: np.zeros_like(leaf) for path, leaf in expected.items()}
+    second = {path: np.zeros_like(leaf) for path, leaf in expected.items()}
+    for count, rate in enumerate(rates, start=1):
+        gradients = make_gradients(seed=count)
+        updates, state = update(gradients, state, params)
+        params = jax.tree.map(lambda p, u, rate=rate: p - rate * u, params, updates)
+        for path, gradient in iterate_leaves(gradients):
+            g = np.asarray(gradient, np.float64)
+            first[path] = 0.8 * first[path] + 0.2 * g
+            second[path] = 0.9 * second[path] + 0.1 * g * g
+            step = first[path] / (1 - 0.8**count) / (np.sqrt(second[path] / (1 - 0.9**count)) + 1e-3)
+            decay = 0.3 * expected[path] if path.endswith(("kernel", "table")) else 0.0
+            expected[path] = expected[path] - rate * (step + decay)
+
+    for path, leaf in iterate_leaves(params):
+        np.testing.assert_allclose(leaf, expected[path], rtol=2e-6, atol=2e-6, err_msg=path)
+
+
+def test_first_moment_has_the_format_asked_for_and_the_second_is_fp32():
+    state = make_optimizer(OptimizerConfig(), PrecisionConfig(moments="bf16")).init(make_gradients())
+    assert {leaf.dtype for leaf in jax.tree.leaves(optax.tree.get(state, "mu"))} == {jnp.dtype(jnp.bfloat16)}
+    assert {leaf.dtype for leaf in jax.tree.leaves(optax.tree.get(state, "nu"))} == {jnp.dtype(jnp.float32)}
+
+
+def test_moments_lie_as_their_parameters_and_each_device_holds_an_eighth():
+    setup = make_setup(CONFIG, make_mesh(CONFIG.mesh), vocab=257)
+    state = setup.compile_init()(make_key(0))
+
+    params = dict(iterate_leaves(state.params))
+    for name in ("mu", "nu"):
+        moments = dict(iterate_leaves(optax.tree.get(state.moments, name)))
+        assert moments.keys() == params.keys()
+        for path, moment in moments.items():
+            assert moment.sharding == params[path].sharding, path
+            assert not np.asarray(moment).any(), path
+        kernel = moments["layers/mlp/up/kernel"]
+        assert [shard.data.size for shard in kernel.addressable_shards] == [kernel.size // 8] * 8
+    count = optax.tree.get(state.moments, "count")
+    assert count.sharding.is_fully_replicated
+    assert len(count.sharding.device_set) == 8
+
+
+@pytest.mark.parametrize(("stage", "moments_split", "params_split"), [(0, 1, 1), (1, 8, 1), (3, 8, 8)])
+def test_zero_stage_decides_how_far_the_moments_are_split(stage, moments_split, params_split):
+    config = replace(CONFIG, zero=replace(CONFIG.zero, stage=stage), mesh=MeshConfig(fsdp=8))
+    setup = make_setup(config, make_mesh(config.mesh), vocab=257)
+    shardings = lay_optimizer(setup.optimizer, setup.model.shapes, setup.layouts)
+
+    shape = setup.model.shapes["embed"]["table"].shape
+    whole = int(np.prod(shape))
+    for name in ("mu", "nu"):
+        moment = optax.tree.get(shardings, name)["embed"]["table"]
+        assert np.prod(moment.shard_shape(shape)) == whole // moments_split
+    param = setup.layouts.params["embed"]["table"]
+    assert np.prod(param.shard_shape(shape)) == whole // params_split
