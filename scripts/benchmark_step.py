@@ -12,6 +12,7 @@ vocabulary 8192, length 128, 16 sequences, bf16 over fp32 parameters, full remat
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -57,15 +58,12 @@ def report(results: dict[str, list[dict]]) -> None:
         plain = [result[field] for result in results["plain loop"]]
         ours = [result[field] for result in results["jaxscale"]]
         pairs = "  ".join(f"{b / a:.3f}" for a, b in zip(plain, ours, strict=True))
-        middle_plain, middle_ours = statistics.median(plain), statistics.median(ours)
-        print(
-            f"{title:<32}{middle_plain:>12.3f}{middle_ours:>12.3f}{middle_ours / middle_plain:>8.3f}   {pairs}"
-        )
+        a, b = statistics.median(plain), statistics.median(ours)
+        print(f"{title:<32}{a:>12.3f}{b:>12.3f}{b / a:>8.3f}   {pairs}")
 
 
 def measure_ours(folder: Path, steps: int, microbatches: int) -> dict[str, object]:
     """Trains with jaxscale's own loop, listening as its console; figures as `plain_loop.py` prints them."""
-    started = read_start_time()
     import numpy as np
 
     from jaxscale.config import parse_config
@@ -79,7 +77,7 @@ def measure_ours(folder: Path, steps: int, microbatches: int) -> dict[str, objec
             self.losses: list[float] = []
 
         def step(self, record: StepRecord) -> None:
-            self.first_loss_seconds = self.first_loss_seconds or time.time() - started
+            self.first_loss_seconds = self.first_loss_seconds or seconds_since_process_start()
             self.cpu_seconds.append(time.process_time())
             self.losses.append(record.loss)
 
@@ -118,17 +116,9 @@ def measure_ours(folder: Path, steps: int, microbatches: int) -> dict[str, objec
     }
 
 
-def read_start_time() -> float:
-    """When this process started, seconds since the epoch (Linux)."""
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    boot = next(
-        float(line.split()[1])
-        for line in Path("/proc/stat").read_text().splitlines()
-        if line.startswith("btime")
-    )
-    import os
-
-    return boot + float(fields[19]) / os.sysconf("SC_CLK_TCK")
+def seconds_since_process_start() -> float:
+    start_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The whole step compiles for chips that are not here, with the attention kernel and one reduction over data."""
+"""The whole step compiles for chips that are not here: the attention kernel in, one reduction over data."""
 
 import jax
 import pytest

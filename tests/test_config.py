@@ -16,6 +16,8 @@ from jaxscale.config import (
     load_config,
 )
 
+pytestmark = pytest.mark.smoke
+
 SMALLEST = """\
 run_dir: runs/smallest
 steps: 10
@@ -53,6 +55,9 @@ def _load_with(path: Path, addition: str) -> Config:
         ("optimizer: {peak-lr: 3e-4}", "optimizer.peak-lr", "optimizer.peak_lr"),
         ("optimiser: {peak_lr: 3e-4}", "optimiser", "optimizer"),
         ("peak_lr: 3e-4", "peak_lr", "optimizer.peak_lr"),
+        ("lr: 3e-4", "lr", "optimizer.peak_lr"),
+        ("peak-lr: 3e-4", "peak-lr", "optimizer.peak_lr"),
+        ("kv-heads: 2", "kv-heads", "model.kv_heads"),
         ("microbatches: 2", "microbatches", "batch.microbatches"),
         ("optimizer: {sequences: 4}", "optimizer.sequences", "batch.sequences"),
         ("stop-after-steps: 3", "stop-after-steps", "stop_after_steps"),

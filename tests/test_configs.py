@@ -10,6 +10,8 @@ from jaxscale.models.build import build_decoder, count_parameters, shape_decoder
 from jaxscale.models.decoder import DecoderShape
 from jaxscale.sharding.rules import iterate_leaves, make_specs
 
+pytestmark = pytest.mark.smoke
+
 CONFIGS = Path(__file__).parents[1] / "configs"
 
 # GPT-2 and GPT-3, per layer: 12·d² in matrices, 9·d in their biases, 4·d in two norms; then the tables of

@@ -3,7 +3,7 @@
 import hashlib
 import re
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxscale.config import MeshConfig, parse_config
+from jaxscale.config import parse_config
 from jaxscale.mesh import axis_sizes, make_mesh
 from jaxscale.models.build import build_decoder, shape_decoder, split_decoder
 from jaxscale.models.decoder import Tokens
@@ -63,6 +63,7 @@ def make_tokens(batch=2):
     return Tokens(*(jnp.asarray(a, jnp.int32) for a in (ids_BT, positions_BT, segments_BT)))
 
 
+@cache
 def make_forward(shape):
     """Compiled (params, tokens) -> (final hidden states, logits over the true vocabulary)."""
     definition, _ = split_decoder(shape)
@@ -91,7 +92,7 @@ def project(x, projection, axes=1):
 
 
 def turn(x_BTNH, positions_BT, theta):
-    """Channels i and i + H/2 are the real and imaginary part of a number turned by position · theta^(-2i/H)."""
+    """Channels i and i + H/2 are a complex number turned by position · theta^(-2i/H) radians."""
     half = x_BTNH.shape[-1] // 2
     angles_BT1H = positions_BT[:, :, None, None] * theta ** (-np.arange(half) / half)
     turned = (x_BTNH[..., :half] + 1j * x_BTNH[..., half:]) * np.exp(1j * angles_BT1H)
@@ -141,12 +142,12 @@ def compute_reference_logits(params, tokens, shape):
 @pytest.mark.parametrize(
     ("family", "model"),
     [
-        ("llama", {"rope_theta": 500.0}),
-        ("llama", {"kv_heads": 1, "head": 12, "tied": True}),
-        ("gpt2", {"tied": True}),
-        ("gpt2", {"positions": 40}),
+        ("llama", {}),
+        ("llama", {"kv_heads": 1, "head": 12, "tied": True, "rope_theta": 500.0}),
+        ("gpt2", {}),
+        ("gpt2", {"tied": True, "positions": 40}),
     ],
-    ids=["llama grouped", "llama one kv head, tied", "gpt2 tied", "gpt2"],
+    ids=["llama grouped", "llama one kv head, tied", "gpt2", "gpt2 tied"],
 )
 def test_logits_equal_the_plain_reading_of_the_papers(family, model):
     shape = make_shape(family, **model)
@@ -194,7 +195,9 @@ def test_rotation_of_bf16_heads_is_computed_in_fp32():
 def test_bf16_decoder_takes_sines_powers_roots_and_logarithms_in_fp32():
     shape = make_shape(dtype="bfloat16")
     model = build_decoder(shape)
-    batch = {name: jnp.zeros((2, LENGTH), jnp.int32) for name in ("tokens", "positions", "segments", "labels")}
+    batch = {
+        name: jnp.zeros((2, LENGTH), jnp.int32) for name in ("tokens", "positions", "segments", "labels")
+    }
     batch["weights"] = jnp.ones((2, LENGTH))
     text = jax.jit(jax.grad(lambda p: model.sum_losses(p, batch)[0])).lower(model.shapes).as_text()
     for operation in ("cosine", "sine", "power", "rsqrt", "log"):
@@ -207,7 +210,7 @@ def test_bf16_decoder_takes_sines_powers_roots_and_logarithms_in_fp32():
 
 
 def test_llama_3_1_frequencies_follow_the_published_formula():
-    """Meta's `apply_scaling`: old length 8192, factor 8, wavelengths below 2048 kept, above 8192 stretched."""
+    """Meta's `apply_scaling`: length 8192, factor 8, waves below 2048 kept, above 8192 stretched."""
     plain = 500_000.0 ** (-np.arange(0, 128, 2) / 128)
     expected = []
     for frequency in plain:
@@ -269,9 +272,8 @@ def test_documents_packed_in_a_window_are_as_apart(family):
 
 def test_positions_count_from_where_they_are_said_to():
     """A model of learned positions tells a restart from a running count; rotary ones only see distances."""
-    documents = [[range(7), range(7, 13)]]
-    restarted = pack(documents)
-    running = restarted._replace(positions_BT=jnp.arange(LENGTH, dtype=jnp.int32)[None])
+    restarted = pack([[range(7), range(7, 13)], []])
+    running = restarted._replace(positions_BT=jnp.tile(jnp.arange(LENGTH, dtype=jnp.int32), (2, 1)))
     for family, is_same in (("gpt2", False), ("llama", True)):
         shape = make_shape(family)
         params, forward = draw_params(shape), make_forward(shape)
@@ -282,7 +284,8 @@ def test_positions_count_from_where_they_are_said_to():
 # Recomputation and depth.
 
 
-@partial(jax.jit, static_argnums=0)
+# Compiled in a hurry: the largest programs of this file run once.
+@partial(jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
 def compute_loss_and_gradients(shape, params, batch):
     return jax.value_and_grad(build_decoder(shape).sum_losses, has_aux=True)(params, batch)
 
@@ -326,51 +329,66 @@ def test_loss_is_the_sum_of_the_reference_cross_entropies():
     np.testing.assert_allclose(loss, (losses_BT * batch["weights"]).sum(), rtol=2e-6)
 
 
-def test_program_of_32_layers_is_as_long_as_that_of_4():
+def test_program_handed_to_the_compiler_is_as_long_for_32_layers_as_for_4():
     batch, sizes = make_batch(), {}
     for layers in (4, 32):
-        shape = make_shape(layers=layers, embed=16, mlp=16)
-        compiled = compute_loss_and_gradients.lower(shape, split_decoder(shape)[1], batch).compile()
-        sizes[layers] = len(compiled.as_text().splitlines())
+        shape = make_shape(layers=layers)
+        lowered = compute_loss_and_gradients.lower(shape, split_decoder(shape)[1], batch)
+        sizes[layers] = len(lowered.as_text("hlo").splitlines())
     assert abs(sizes[32] / sizes[4] - 1) < 0.05, sizes
 
 
 # Initial weights.
 
 
-def hash_params(params):
-    return {path: hashlib.sha256(np.asarray(leaf).tobytes()).hexdigest() for path, leaf in iterate_leaves(params)}
+def make_init(mesh):
+    """The run's own initialiser on a mesh over as many devices as it needs.
 
-
-def init_hashes(mesh, seed=0):
-    config = make_config(mesh=mesh, kv_heads=4)
+    A shard's last dim is at least 8 wide: XLA's CPU compiler of jax 0.12 computes the logarithm within a
+    normal draw by another formula where less than a vector is left, which moves it by up to 3 last bits.
+    """
+    config = make_config(mesh=mesh, kv_heads=4, embed=64, mlp=64, tied=True)
     count = np.prod(list(axis_sizes(config.mesh).values()))
-    setup = make_setup(config, make_mesh(config.mesh, jax.devices()[:count]), VOCAB)
-    init = setup.compile_init()
-    return hash_params(init(make_key(seed)).params), hash_params(init(make_key(seed + 1)).params)
+    return make_setup(config, make_mesh(config.mesh, jax.devices()[:count]), VOCAB).compile_init()
 
 
-def test_initial_weights_are_the_same_bits_on_every_mesh_and_change_with_the_seed():
-    first, other_seed = init_hashes({})
+def hash_leaves(params):
+    return {
+        path: hashlib.sha256(np.asarray(leaf).tobytes()).hexdigest() for path, leaf in iterate_leaves(params)
+    }
+
+
+@pytest.fixture(scope="module")
+def init_on_one_device():
+    return make_init({})
+
+
+@pytest.mark.parametrize(
+    "mesh", [{"data": 8}, {"fsdp": 8}, {"tensor": 4, "data": 2}], ids=["data=8", "fsdp=8", "tensor=4 data=2"]
+)
+def test_initial_weights_are_the_same_bits_on_every_mesh(mesh, init_on_one_device):
+    expected = hash_leaves(init_on_one_device(make_key(0)).params)
+    assert hash_leaves(make_init(mesh)(make_key(0)).params) == expected
+
+
+def test_initial_weights_change_with_the_seed_and_only_with_it(init_on_one_device):
+    first, again, other = (hash_leaves(init_on_one_device(make_key(seed)).params) for seed in (0, 0, 1))
+    assert first == again
     drawn = {path for path in first if path.endswith(("kernel", "table"))}
-    assert {path for path in first if first[path] != other_seed[path]} == drawn
-    for mesh in ({"data": 8}, {"fsdp": 8}, {"tensor": 4, "data": 2}):
-        assert init_hashes(mesh)[0] == first, mesh
+    assert {path for path in first if first[path] != other[path]} == drawn
 
 
 def test_random_numbers_come_from_threefry_drawn_alike_on_every_mesh():
     assert str(jax.random.key_impl(make_key(0))) == "threefry2x32"
     assert jax.config.jax_threefry_partitionable
-    assert make_config().mesh == MeshConfig()
 
 
-def test_initial_padding_of_the_vocabulary_is_zero_and_layers_differ():
-    shape = make_shape()
-    params = build_decoder(shape).init(make_key(0))
-    for table in (params["embed"]["table"], params["head"]["table"]):
-        assert table.shape[0] == 256
-        assert not np.asarray(table)[VOCAB:].any()
-        assert np.asarray(table)[:VOCAB].any(axis=-1).all()
-    kernel = np.asarray(params["layers"]["attention"]["query"]["kernel"])
+def test_initial_padding_of_the_vocabulary_is_zero_and_layers_differ(init_on_one_device):
+    params = jax.tree.map(np.asarray, init_on_one_device(make_key(0)).params)
+    table = params["embed"]["table"]
+    assert table.shape[0] == 256
+    assert not table[VOCAB:].any()
+    assert table[:VOCAB].any(axis=-1).all()
+    kernel = params["layers"]["attention"]["query"]["kernel"]
     assert not np.array_equal(kernel[0], kernel[1])
-    np.testing.assert_allclose(kernel.std(), shape.embed**-0.5, rtol=0.1)
+    np.testing.assert_allclose(kernel.std(), kernel.shape[1] ** -0.5, rtol=0.1)

@@ -12,6 +12,8 @@ from jax.sharding import AxisType
 from jaxscale.config import MeshConfig, UserError
 from jaxscale.mesh import AXES, BATCH_AXES, axis_sizes, make_mesh, resolve_mesh, simulate_devices
 
+pytestmark = pytest.mark.smoke
+
 
 def _refusal(asked: MeshConfig, device_count: int = 8) -> str:
     with pytest.raises(UserError) as caught:

@@ -18,8 +18,8 @@ CONFIG = parse_config(
     {
         "run_dir": "unused",
         "steps": 1,
-        "batch": {"sequences": 8, "length": 8},
-        "model": {"family": "gpt2", "layers": 2, "embed": 16, "heads": 4, "mlp": 32, "tied": False},
+        "batch": {"sequences": 8, "length": 16},
+        "model": {"family": "llama", "layers": 2, "embed": 64, "heads": 4, "mlp": 64, "tied": True},
         "mesh": {"fsdp": 8},
     },
     origin="this test",
@@ -125,7 +125,7 @@ def test_first_moment_has_the_format_asked_for_and_the_second_is_fp32():
 
 
 def test_moments_lie_as_their_parameters_and_each_device_holds_an_eighth():
-    setup = make_setup(CONFIG, make_mesh(CONFIG.mesh), vocab=257)
+    setup = make_setup(CONFIG, make_mesh(CONFIG.mesh), vocab=130)
     state = setup.compile_init()(make_key(0))
 
     params = dict(iterate_leaves(state.params))
@@ -145,7 +145,7 @@ def test_moments_lie_as_their_parameters_and_each_device_holds_an_eighth():
 @pytest.mark.parametrize(("stage", "moments_split", "params_split"), [(0, 1, 1), (1, 8, 1), (3, 8, 8)])
 def test_zero_stage_decides_how_far_the_moments_are_split(stage, moments_split, params_split):
     config = replace(CONFIG, zero=replace(CONFIG.zero, stage=stage), mesh=MeshConfig(fsdp=8))
-    setup = make_setup(config, make_mesh(config.mesh), vocab=257)
+    setup = make_setup(config, make_mesh(config.mesh), vocab=130)
     shardings = lay_optimizer(setup.optimizer, setup.model.shapes, setup.layouts)
 
     shape = setup.model.shapes["embed"]["table"].shape

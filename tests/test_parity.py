@@ -32,6 +32,10 @@ def check_parity(family: str, **sections: Any) -> None:
     np.testing.assert_allclose(trace.losses, reference.losses, rtol=2e-6)
     np.testing.assert_allclose(trace.grad_norms, reference.grad_norms, rtol=2e-6)
     errors = relative_errors(trace.params, reference.params)
+    if family == "gpt2":
+        # A key bias adds one number to all logits of a query, which softmax takes out again: its gradient is
+        # zero but for rounding, and Adam makes steps of full size of rounding.
+        assert errors.pop("layers/attention/key/bias") < 2
     worst = max(errors, key=errors.__getitem__)
     assert errors[worst] <= 1e-5, f"{worst}: {errors[worst]:.1e}"
 

@@ -2,7 +2,6 @@
 
 import math
 import time
-
 from dataclasses import dataclass
 
 import jax

@@ -154,7 +154,7 @@ class DataConfig:
     """bytes; the path of a Hugging Face tokenizer.json; train:N, a byte-level BPE of N tokens made from the
     corpus; or none, for token ids whose tokenizer is not at hand."""
     end_token: str | None = None
-    """Token that ends a document; null: found in the tokenizer by its usual names."""
+    """Token that ends a document (an id for tokenizer none); null: found by its usual names."""
     validation_fraction: Annotated[float, BeforeValidator(_refuse_bool), Field(ge=0, lt=1)] = 0.05
     """Fraction of each source's tokens held out for validation."""
     cross_documents: bool = False
@@ -202,7 +202,7 @@ class PrecisionConfig:
     params: FloatFormat = "fp32"
     """Parameters as the optimizer keeps them."""
     accumulate: FloatFormat = "fp32"
-    """Gradient accumulators and the reduction over `data`."""
+    """Gradient accumulators; the reduction over `data` is fp32 whatever they are."""
     moments: FloatFormat = "fp32"
     """First moment of the optimizer."""
 

@@ -1,4 +1,4 @@
-"""Simulated devices: the same command runs on a laptop by splitting its CPU into as many as the mesh needs."""
+"""Simulated devices: the same command runs on a laptop, whose CPU is split into as many as the mesh needs."""
 
 import math
 import os

@@ -13,18 +13,17 @@ Letters: B batch, T query position, S key position, N query heads, K key/value h
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
-from jax.sharding import AxisType, PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxscale.config.errors import UserError
+from jaxscale.sharding.activations import activation_axes, activation_spec, count_shards, run_per_shard
+from jaxscale.sharding.rules import Axes
 
 Implementation = Literal["xla", "splash", "cudnn"]
 
@@ -161,36 +160,20 @@ def _run_in_region(
     v_BSKH: jax.Array,
     segments_BT: jax.Array | None,
 ) -> jax.Array:
-    """Runs a kernel on each device's own sequences and heads; the bare kernel where no axis is automatic.
-
-    Axes of size 1 are made manual too: Pallas refuses to lower unless every axis of the mesh is. That is safe
-    here, as each axis carries a dim of every operand and the transpose so needs no psum.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    axes = [axis for axis, kind in kinds if kind == AxisType.Auto]
-    if not axes:
-        return kernel(q_BTNH, k_BSKH, v_BSKH, segments_BT)
-    batch_axes = tuple(axis for axis in axes if axis != "tensor")
-    head_axes = tuple(axis for axis in axes if axis == "tensor")
-    _check_divides(name, "sequences of a microbatch", q_BTNH.shape[0], batch_axes, mesh.shape)
-    _check_divides(name, "key/value heads", k_BSKH.shape[2], head_axes, mesh.shape)
-
-    activation = PartitionSpec(batch_axes, None, head_axes, None)
-    region = jax.shard_map(
-        kernel,
-        in_specs=(activation, activation, activation, PartitionSpec(batch_axes, None)),
-        out_specs=activation,
-        axis_names=set(axes),
-        check_vma=False,
-    )
+    """Runs a kernel on each device's own sequences and heads; no device needs another's keys."""
+    _check_divides(name, "sequences of a microbatch", q_BTNH.shape[0], activation_axes("batch"))
+    _check_divides(name, "key/value heads", k_BSKH.shape[2], activation_axes("kv_heads"))
+    q_spec = activation_spec("batch", "length", "heads", "head")
+    kv_spec = activation_spec("batch", "length", "kv_heads", "head")
+    segments_spec = activation_spec("batch", "length")
+    region = run_per_shard(kernel, (q_spec, kv_spec, kv_spec, segments_spec), q_spec)
     return region(q_BTNH, k_BSKH, v_BSKH, segments_BT)
 
 
-def _check_divides(name: str, what: str, count: int, axes: tuple[str, ...], sizes: Mapping[str, int]) -> None:
-    shards = math.prod(sizes[axis] for axis in axes)
-    if count % shards:
-        layout = " x ".join(f"mesh.{axis}={sizes[axis]}" for axis in axes if sizes[axis] > 1)
+def _check_divides(name: str, what: str, count: int, axes: Axes) -> None:
+    if count % count_shards(axes):
+        sizes = jax.sharding.get_abstract_mesh().shape
+        layout = " x ".join(f"mesh.{axis}={sizes[axis]}" for axis in axes)
         raise UserError(
             f"model.attention {name!r} gives each device whole {what}, and {count} of them do not divide "
             f"over {layout}: change the mesh or their number, or set model.attention to 'xla'"
@@ -206,11 +189,25 @@ def _attend_splash(
     interpret: bool,
 ) -> jax.Array:
     """Pallas' block-sparse flash attention; skips blocks above the diagonal, not those between documents."""
+    # lazily: it brings Pallas and 0.3 s, which only a TPU needs
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
+
     _, length, heads, head = q_BTNH.shape
+    block = _choose_splash_block(length)
     mask = splash_mask.CausalMask((length, length)) if causal else splash_mask.FullMask((length, length))
     kernel = splash.make_splash_mha(
         splash_mask.MultiHeadMask([mask] * heads),
-        block_sizes=_choose_splash_blocks(length),
+        block_sizes=splash.BlockSizes(
+            block_q=block,
+            block_kv=block,
+            block_kv_compute=block,
+            block_q_dkv=block,
+            block_kv_dkv=block,
+            block_kv_dkv_compute=block,
+            block_q_dq=block,
+            block_kv_dq=block,
+        ),
         head_shards=1,
         q_seq_shards=1,
         interpret=interpret,
@@ -222,20 +219,9 @@ def _attend_splash(
     return out_BNTH.swapaxes(1, 2)
 
 
-def _choose_splash_blocks(length: int) -> splash.BlockSizes:
+def _choose_splash_block(length: int) -> int:
     """The largest multiple of 128 positions, 512 at most, that divides the length; one for all passes."""
-    tiles = range(_SPLASH_BLOCK_LIMIT, 0, -_SPLASH_LANES)
-    block = next(tile for tile in tiles if length % tile == 0)
-    return splash.BlockSizes(
-        block_q=block,
-        block_kv=block,
-        block_kv_compute=block,
-        block_q_dkv=block,
-        block_kv_dkv=block,
-        block_kv_dkv_compute=block,
-        block_q_dq=block,
-        block_kv_dq=block,
-    )
+    return next(tile for tile in range(_SPLASH_BLOCK_LIMIT, 0, -_SPLASH_LANES) if length % tile == 0)
 
 
 def _attend_dot_product(

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxscale.models.attention import attend
+from jaxscale.models.attention import Implementation, attend
 from jaxscale.models.rotary import rotary_angles, rotate
 from jaxscale.parallel.vocab import embed_tokens, sum_token_losses
 from jaxscale.sharding.activations import constrain
@@ -47,7 +47,7 @@ class DecoderShape:
     rope_scaling: str
     norm_eps: float
     cross_documents: bool
-    attention: str
+    attention: Implementation
     remat: str
     dtype: jnp.dtype
 

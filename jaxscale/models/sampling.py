@@ -38,29 +38,34 @@ def sample_tokens(
     padded[0, : len(prompt)] = prompt
     cache = nnx.merge(definition, params).make_cache(1, length + count)
 
-    @partial(jax.jit, donate_argnums=2)
-    def extend(params: Any, ids_BT: jax.Array, cache: Cache, start: jax.Array) -> tuple[jax.Array, Cache]:
-        decoder: Decoder = nnx.merge(definition, params)
-        return decoder.extend(ids_BT, start, cache)
-
-    @jax.jit
-    def choose(logits_V: jax.Array, key: jax.Array) -> jax.Array:
-        if temperature == 0:
-            return jnp.argmax(logits_V)
-        if top_k is not None:
-            least = jax.lax.top_k(logits_V, min(top_k, logits_V.size))[0][-1]
-            logits_V = jnp.where(logits_V >= least, logits_V, -jnp.inf)
-        return jax.random.categorical(key, logits_V / temperature)
-
     # What the padding wrote beyond the prompt is overwritten before any token may look at it.
-    logits_BTV, cache = extend(params, jnp.asarray(padded), cache, jnp.int32(0))
+    logits_BTV, cache = _extend(definition, params, jnp.asarray(padded), cache, jnp.int32(0))
     logits_V = logits_BTV[0, len(prompt) - 1]
     for place in range(count):
-        token = int(choose(logits_V, jax.random.fold_in(key, place)))
+        token = int(_choose(logits_V, jax.random.fold_in(key, place), temperature, top_k))
         if token == end_id:
             return
         yield token
         if place + 1 < count:
             ids_BT = jnp.full((1, 1), token, jnp.int32)
-            logits_BTV, cache = extend(params, ids_BT, cache, jnp.int32(len(prompt) + place))
+            logits_BTV, cache = _extend(definition, params, ids_BT, cache, jnp.int32(len(prompt) + place))
             logits_V = logits_BTV[0, -1]
+
+
+# Compiled once for every prompt of the same padded length, so these stand outside of `sample_tokens`.
+@partial(jax.jit, static_argnums=0, donate_argnums=3)
+def _extend(
+    definition: nnx.GraphDef, params: Any, ids_BT: jax.Array, cache: Cache, start: jax.Array
+) -> tuple[jax.Array, Cache]:
+    decoder: Decoder = nnx.merge(definition, params)
+    return decoder.extend(ids_BT, start, cache)
+
+
+@partial(jax.jit, static_argnums=(2, 3))
+def _choose(logits_V: jax.Array, key: jax.Array, temperature: float, top_k: int | None) -> jax.Array:
+    if temperature == 0:
+        return jnp.argmax(logits_V)
+    if top_k is not None:
+        least = jax.lax.top_k(logits_V, min(top_k, logits_V.size))[0][-1]
+        logits_V = jnp.where(logits_V >= least, logits_V, -jnp.inf)
+    return jax.random.categorical(key, logits_V / temperature)

@@ -20,7 +20,6 @@ from jax.sharding import PartitionSpec
 from jaxscale.sharding.activations import (
     activation_axes,
     activation_spec,
-    automatic_axes,
     count_shards,
     run_per_shard,
 )
@@ -38,8 +37,8 @@ class _Split(NamedTuple):
 
     @classmethod
     def read(cls) -> "_Split":
-        fsdp = tuple(axis for axis in automatic_axes() if axis == "fsdp")
-        return cls(activation_axes("batch"), activation_axes("vocab"), fsdp)
+        batch = activation_axes("batch")
+        return cls(batch, activation_axes("vocab"), tuple(axis for axis in batch if axis == "fsdp"))
 
     @property
     def starts_spec(self) -> PartitionSpec:

@@ -27,19 +27,16 @@ ACTIVATION_STRATEGY: Mapping[str, Axes] = {
 
 
 def automatic_axes() -> Axes:
-    """Axes of the ambient mesh that are larger than 1 and that the compiler still splits by itself."""
+    """Axes of the ambient mesh that the compiler still splits by itself, those of size 1 too."""
     mesh = get_abstract_mesh()
-    return tuple(
-        name
-        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind == AxisType.Auto and mesh.shape[name] > 1
-    )
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(name for name, kind in kinds if kind == AxisType.Auto)
 
 
 def activation_axes(dim: str) -> Axes:
-    """The automatic axes that an activation dim lies over."""
-    automatic = automatic_axes()
-    return tuple(axis for axis in ACTIVATION_STRATEGY[dim] if axis in automatic)
+    """The automatic axes larger than 1 that an activation dim lies over."""
+    automatic, sizes = automatic_axes(), get_abstract_mesh().shape
+    return tuple(axis for axis in ACTIVATION_STRATEGY[dim] if axis in automatic and sizes[axis] > 1)
 
 
 def count_shards(axes: Axes) -> int:
@@ -67,8 +64,9 @@ def constrain(x: jax.Array, *dims: str) -> jax.Array:
 def run_per_shard(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """An inner region: `function` sees its shard over every automatic axis, and schedules its own traffic.
 
-    Gradients are never taken through a reduction inside it (`check_vma=False` would get them wrong):
-    functions that reduce bring their own derivative.
+    Axes of size 1 are made manual too: Pallas kernels refuse to lower beside any automatic axis. Gradients
+    are never taken through a reduction inside (`check_vma=False` would get them wrong): functions that reduce
+    bring their own derivative.
     """
     axes = automatic_axes()
     if not axes:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import IntEnum
@@ -90,6 +90,7 @@ class _Session:
         self.run_dir, self.checkpoints, self.console = run_dir, checkpoints, console
         self.is_stop_requested = is_stop_requested
         self.stack = stack
+        self.evaluation: Future[Compiled] | None = None
         self.first_eval: EvalRecord | None = None
         self.last_eval: EvalRecord | None = None
 
@@ -173,6 +174,7 @@ class _Session:
             return state, step_function.result()
 
     def _evaluate(self, state: TrainState, step: int, sinks: Sinks) -> None:
+        assert self.evaluation is not None
         loss, weight = evaluate(self.setup, self.data, self.evaluation.result(), state.params)
         record = EvalRecord(
             step=step,
@@ -197,8 +199,8 @@ class _Session:
     def _give_up(self, step: int) -> Result:
         good = self.checkpoints.latest_step()
         self.console.note(
-            f"{self.config.nonfinite.limit} steps in a row had a loss or gradient norm that is not finite, or "
-            f"no counted token; stopped at step {step}, nothing was saved since. "
+            f"{self.config.nonfinite.limit} steps in a row had a loss or gradient norm that is not finite, "
+            f"or no counted token; stopped at step {step}. "
             + (f"The last good checkpoint is of step {good}" if good else "There is no checkpoint")
             + "; look at the data there, or lower optimizer.peak_lr, and start anew"
         )
@@ -254,7 +256,7 @@ class _Reporter:
 def evaluate(
     setup: Setup, data: Data, evaluation: Compiled, params: Any, count: int | None = None
 ) -> tuple[float, float]:
-    """Sum of losses in nats and number of counted tokens over `count` validation sequences (eval.sequences)."""
+    """Sum of losses in nats and counted tokens of `count` (None: eval.sequences) validation sequences."""
     batch = setup.evaluation_config.batch
     batches = evaluation_batches(
         data.validation,

@@ -46,7 +46,7 @@ def init_state(model: Model, optimizer: optax.GradientTransformation, key: jax.A
 
 def lay_state(model: Model, optimizer: optax.GradientTransformation, layouts: Layouts) -> TrainState:
     """The sharding of each leaf of the state, as a `TrainState` of shardings."""
-    whole = layouts.replicated
+    whole: Any = layouts.replicated
     moments = lay_optimizer(optimizer, model.shapes, layouts)
     return TrainState(layouts.params, moments, whole, whole, whole, whole, whole)
 

@@ -63,7 +63,6 @@ def make_step(
     counts of skips.
     """
     sum_gradients = make_gradient_sums(model, layouts, DTYPES[config.precision.accumulate])
-    total_tokens = config.steps * config.batch.sequences * config.batch.length
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         with matmul_precision(config.precision):
@@ -71,28 +70,12 @@ def make_step(
         weight = jnp.maximum(weight_sum, 1.0)
         # The optimizer works in the layout of its moments; below ZeRO stage 2 this is where each device
         # takes its part of the reduced gradient.
-        gradients = _lay(gradient_sums, layouts.moments)
-        gradients = jax.tree.map(lambda g: g.astype(jnp.float32) / weight, gradients)
+        gradients = jax.tree.map(lambda g: g / weight, _lay(gradient_sums, layouts.moments))
         gradients, norm = clip_gradients(gradients, config.optimizer.clip_norm)
-
-        trained = state.trained_sequences + jnp.uint32(config.batch.sequences)
-        tokens = trained.astype(jnp.float32) * config.batch.length
-        rate = learning_rate(tokens, total_tokens, config.optimizer)
-        params = _lay(state.params, layouts.moments)
-        updates, moments = optimizer.update(gradients, state.moments, params)
-        params = jax.tree.map(lambda p, u: (p - rate * u).astype(p.dtype), params, updates)
+        applied, rate = _apply_update(state, gradients, optimizer, layouts, config)
 
         loss = loss_sum / weight
         good = jnp.isfinite(loss) & jnp.isfinite(norm) & (weight_sum > 0)
-        applied = TrainState(
-            params=_lay(params, layouts.params),
-            moments=moments,
-            updates=state.updates + jnp.uint32(1),
-            skips=state.skips,
-            skips_in_row=jnp.zeros_like(state.skips_in_row),
-            sequences=state.sequences,
-            trained_sequences=trained,
-        )
         state = jax.tree.map(partial(jnp.where, good), applied, _count_skip(state))
         state = replace(state, sequences=state.sequences + jnp.uint32(config.batch.sequences))
         metrics = {
@@ -108,8 +91,41 @@ def make_step(
     return step
 
 
+def _apply_update(
+    state: TrainState,
+    gradients: Params,
+    optimizer: optax.GradientTransformation,
+    layouts: Layouts,
+    config: Config,
+) -> tuple[TrainState, jax.Array]:
+    """The state after one update, data position aside, and its learning rate."""
+    batch = config.batch
+    trained = state.trained_sequences + jnp.uint32(batch.sequences)
+    rate = learning_rate(
+        trained.astype(jnp.float32) * batch.length,
+        config.steps * batch.sequences * batch.length,
+        config.optimizer,
+    )
+    params = _lay(state.params, layouts.moments)
+    updates, moments = optimizer.update(gradients, state.moments, params)
+    params = jax.tree.map(lambda p, u: (p - rate * u).astype(p.dtype), params, updates)
+    applied = replace(
+        state,
+        params=_lay(params, layouts.params),
+        moments=moments,
+        updates=state.updates + jnp.uint32(1),
+        skips_in_row=jnp.zeros_like(state.skips_in_row),
+        trained_sequences=trained,
+    )
+    return applied, rate
+
+
 def make_gradient_sums(model: Model, layouts: Layouts, dtype: jnp.dtype) -> Callable[[Params, Batch], Sums]:
-    """Sums of losses, weights and gradients over a whole step's batch [M, B, T], reduced once."""
+    """Sums of losses, weights and gradients over a whole step's batch [M, B, T], reduced once, in fp32.
+
+    Args:
+      dtype: of the accumulators.
+    """
     manual = layouts.reduction_axes
 
     def sum_microbatch(params: Params, microbatch: Batch) -> Sums:
@@ -127,6 +143,7 @@ def make_gradient_sums(model: Model, layouts: Layouts, dtype: jnp.dtype) -> Call
             zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, dtype), params)
             start = (jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32), _lay_inside(zeros, layouts))
             sums, _ = lax.scan(add, start, batch)
+        sums = jax.tree.map(lambda a: a.astype(jnp.float32), sums)
         return lax.psum(sums, manual) if manual else sums
 
     if not manual:
