@@ -15,7 +15,7 @@ from jaxscale.config import parse_config
 from jaxscale.mesh import axis_sizes, make_mesh
 from jaxscale.models.build import build_decoder, shape_decoder, split_decoder
 from jaxscale.models.decoder import Tokens
-from jaxscale.models.rotary import rotary_angles, rotate
+from jaxscale.models.rotary import make_rotation, rotate
 from jaxscale.sharding.rules import iterate_leaves
 from jaxscale.training.setup import make_key, make_setup
 
@@ -174,18 +174,18 @@ def test_attention_crosses_documents_only_when_asked_to(family):
 @pytest.mark.parametrize("theta", [10_000.0, 500_000.0])
 def test_rotary_angles_are_right_to_a_thousandth_at_position_4095(theta):
     positions = np.array([[1, 257, 4094, 4095]])
-    angles = jax.jit(lambda p: rotary_angles(p, 128, theta, "none"))(jnp.asarray(positions, jnp.int32))
+    rotation = jax.jit(lambda p: make_rotation(p, 128, theta, "none"))(jnp.asarray(positions, jnp.int32))
     exact = positions[..., None] * theta ** (-np.arange(0, 128, 2) / 128)
-    assert angles.dtype == jnp.float32
-    np.testing.assert_allclose(np.cos(np.asarray(angles, np.float64)), np.cos(exact), atol=1e-3)
-    np.testing.assert_allclose(np.sin(np.asarray(angles, np.float64)), np.sin(exact), atol=1e-3)
+    assert {table.dtype for table in rotation} == {jnp.dtype("float32")}
+    np.testing.assert_allclose(rotation.cos_BTH, np.cos(exact), atol=1e-3)
+    np.testing.assert_allclose(rotation.sin_BTH, np.sin(exact), atol=1e-3)
 
 
 def test_rotation_of_bf16_heads_is_computed_in_fp32():
     heads = np.random.default_rng(0).normal(size=(1, 3, 2, 64))
     positions = np.array([[257, 4094, 4095]])
     x_BTNH = jnp.asarray(heads, jnp.bfloat16)
-    turned = rotate(x_BTNH, rotary_angles(jnp.asarray(positions, jnp.int32), 64, 10_000.0, "none"))
+    turned = rotate(x_BTNH, make_rotation(jnp.asarray(positions, jnp.int32), 64, 10_000.0, "none"))
     assert turned.dtype == jnp.bfloat16
     exact = turn(np.asarray(x_BTNH, np.float64), positions, 10_000.0)
     # Rounding the result to bf16 is the only error: half a unit of its eighth bit.
@@ -222,7 +222,8 @@ def test_llama_3_1_frequencies_follow_the_published_formula():
         else:
             smooth = (8192 / wavelength - 1) / (4 - 1)
             expected.append((1 - smooth) * frequency / 8 + smooth * frequency)
-    stretched = rotary_angles(jnp.ones((1, 1), jnp.int32), 128, 500_000.0, "llama3.1")[0, 0]
+    cos_H, sin_H = (table[0, 0] for table in make_rotation(jnp.ones((1, 1), jnp.int32), 128, 5e5, "llama3.1"))
+    stretched = np.arctan2(sin_H, cos_H)  # the angle of position 1
     np.testing.assert_allclose(stretched, expected, rtol=2e-6)
     ratio = np.array(expected) / plain
     assert (ratio == 1).any()

@@ -16,7 +16,7 @@ from flax import nnx
 from jax import lax
 
 from jaxscale.models.attention import Implementation, attend
-from jaxscale.models.rotary import rotary_angles, rotate
+from jaxscale.models.rotary import Rotation, make_rotation, rotate
 from jaxscale.parallel.vocab import embed_tokens, sum_token_losses
 from jaxscale.sharding.activations import constrain
 
@@ -122,8 +122,8 @@ class Attention(nnx.Module):
         self.value = Projection(rngs, "BTD,DKH->BTKH", (d, k, h), std, (k, h) if biased else None)
         self.out = Projection(rngs, "BTNH,NHD->BTD", (n, h, d), out_std, (d,) if biased else None)
 
-    def __call__(self, x_BTD: jax.Array, angles_BTH: jax.Array | None, segments_BT: jax.Array) -> jax.Array:
-        q_BTNH, k_BTKH, v_BTKH = self._project(x_BTD, angles_BTH)
+    def __call__(self, x_BTD: jax.Array, rotation: Rotation | None, segments_BT: jax.Array) -> jax.Array:
+        q_BTNH, k_BTKH, v_BTKH = self._project(x_BTD, rotation)
         mixed_BTNH = attend(
             q_BTNH,
             k_BTKH,
@@ -136,13 +136,13 @@ class Attention(nnx.Module):
     def extend(
         self,
         x_BTD: jax.Array,
-        angles_BTH: jax.Array | None,
+        rotation: Rotation | None,
         keys_BSKH: jax.Array,
         values_BSKH: jax.Array,
         start: jax.Array,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Attention of T new tokens, the first at slot `start`, over a cache that they join."""
-        q_BTNH, k_BTKH, v_BTKH = self._project(x_BTD, angles_BTH)
+        q_BTNH, k_BTKH, v_BTKH = self._project(x_BTD, rotation)
         keys_BSKH = lax.dynamic_update_slice_in_dim(keys_BSKH, k_BTKH, start, axis=1)
         values_BSKH = lax.dynamic_update_slice_in_dim(values_BSKH, v_BTKH, start, axis=1)
         slots_S = jnp.arange(keys_BSKH.shape[1])
@@ -150,12 +150,12 @@ class Attention(nnx.Module):
         mixed_BTNH = jax.nn.dot_product_attention(q_BTNH, keys_BSKH, values_BSKH, mask=causal_TS[None, None])
         return self.out(mixed_BTNH), keys_BSKH, values_BSKH
 
-    def _project(self, x_BTD: jax.Array, angles_BTH: jax.Array | None) -> tuple[jax.Array, ...]:
+    def _project(self, x_BTD: jax.Array, rotation: Rotation | None) -> tuple[jax.Array, ...]:
         q_BTNH = constrain(self.query(x_BTD), "batch", "length", "heads", "head")
         k_BTKH = constrain(self.key(x_BTD), "batch", "length", "kv_heads", "head")
         v_BTKH = constrain(self.value(x_BTD), "batch", "length", "kv_heads", "head")
-        if angles_BTH is not None:
-            q_BTNH, k_BTKH = rotate(q_BTNH, angles_BTH), rotate(k_BTKH, angles_BTH)
+        if rotation is not None:
+            q_BTNH, k_BTKH = rotate(q_BTNH, rotation), rotate(k_BTKH, rotation)
         return q_BTNH, k_BTKH, v_BTKH
 
 
@@ -186,12 +186,12 @@ class Block(nnx.Module):
         self.mlp_norm = Norm(shape)
         self.mlp = Mlp(shape, rngs)
 
-    def __call__(self, x_BTD: jax.Array, angles_BTH: jax.Array | None, segments_BT: jax.Array) -> jax.Array:
-        x_BTD = self._add(x_BTD, self.attention(self.attention_norm(x_BTD), angles_BTH, segments_BT))
+    def __call__(self, x_BTD: jax.Array, rotation: Rotation | None, segments_BT: jax.Array) -> jax.Array:
+        x_BTD = self._add(x_BTD, self.attention(self.attention_norm(x_BTD), rotation, segments_BT))
         return self._add(x_BTD, self.mlp(self.mlp_norm(x_BTD)))
 
-    def extend(self, x_BTD: jax.Array, angles_BTH: jax.Array | None, *cache: jax.Array) -> tuple:
-        mixed_BTD, keys, values = self.attention.extend(self.attention_norm(x_BTD), angles_BTH, *cache)
+    def extend(self, x_BTD: jax.Array, rotation: Rotation | None, *cache: jax.Array) -> tuple:
+        mixed_BTD, keys, values = self.attention.extend(self.attention_norm(x_BTD), rotation, *cache)
         x_BTD = x_BTD + mixed_BTD
         return x_BTD + self.mlp(self.mlp_norm(x_BTD)), keys, values
 
@@ -223,11 +223,11 @@ class Decoder(nnx.Module):
 
     def __call__(self, tokens: Tokens) -> jax.Array:
         """Final hidden states x_BTD in the compute dtype."""
-        x_BTD, angles_BTH = self._enter(tokens.ids_BT, tokens.positions_BT)
+        x_BTD, rotation = self._enter(tokens.ids_BT, tokens.positions_BT)
         definition, stacked = nnx.split(self.layers)
 
         def visit(x_BTD: jax.Array, layer: Any) -> tuple[jax.Array, None]:
-            return nnx.merge(definition, layer)(x_BTD, angles_BTH, tokens.segments_BT), None
+            return nnx.merge(definition, layer)(x_BTD, rotation, tokens.segments_BT), None
 
         policy = REMAT_POLICIES[self.shape.remat]
         if policy is not None:
@@ -246,13 +246,13 @@ class Decoder(nnx.Module):
           logits_BTV in fp32 over the true vocabulary, and the cache with the tokens in it.
         """
         positions_BT = jnp.broadcast_to(start + jnp.arange(ids_BT.shape[1]), ids_BT.shape)
-        x_BTD, angles_BTH = self._enter(ids_BT, positions_BT)
+        x_BTD, rotation = self._enter(ids_BT, positions_BT)
         definition, stacked = nnx.split(self.layers)
 
         def visit(x_BTD: jax.Array, inputs: tuple) -> tuple[jax.Array, tuple]:
             layer, keys, values = inputs
             block = nnx.merge(definition, layer)
-            x_BTD, keys, values = block.extend(x_BTD, angles_BTH, keys, values, start)
+            x_BTD, keys, values = block.extend(x_BTD, rotation, keys, values, start)
             return x_BTD, (keys, values)
 
         x_BTD, (keys, values) = lax.scan(visit, x_BTD, (stacked, cache.keys_LBSKH, cache.values_LBSKH))
@@ -267,16 +267,16 @@ class Decoder(nnx.Module):
         shape = (self.shape.layers, sequences, slots, self.shape.kv_heads, self.shape.head)
         return Cache(jnp.zeros(shape, self.shape.dtype), jnp.zeros(shape, self.shape.dtype))
 
-    def _enter(self, ids_BT: jax.Array, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """Embedded tokens and, for rotary families, the angles of their positions."""
+    def _enter(self, ids_BT: jax.Array, positions_BT: jax.Array) -> tuple[jax.Array, Rotation | None]:
+        """Embedded tokens and, for rotary families, the rotation of their positions."""
         x_BTD = embed_tokens(self.embed.table[...], ids_BT, self.shape.dtype)
         if self.shape.family == "gpt2":
             x_BTD = x_BTD + embed_tokens(self.positions.table[...], positions_BT, self.shape.dtype)
             return constrain(x_BTD, "batch", "length", "embed"), None
-        angles_BTH = rotary_angles(
+        rotation = make_rotation(
             positions_BT, self.shape.head, self.shape.rope_theta, self.shape.rope_scaling
         )
-        return constrain(x_BTD, "batch", "length", "embed"), angles_BTH
+        return constrain(x_BTD, "batch", "length", "embed"), rotation
 
     def _head_table(self) -> jax.Array:
         return (self.embed if self.shape.tied else self.head).table[...]

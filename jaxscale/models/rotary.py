@@ -1,5 +1,7 @@
 """Rotary position embedding (Su 2021), angles in fp32 whatever the compute dtype."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -7,8 +9,15 @@ import jax.numpy as jnp
 _STRETCH, _LOW_FACTOR, _HIGH_FACTOR, _ORIGINAL_LENGTH = 8.0, 1.0, 4.0, 8192
 
 
-def rotary_angles(positions_BT: jax.Array, head: int, theta: float, scaling: str) -> jax.Array:
-    """Angles in radians, fp32 [B, T, head/2], for int32 positions.
+class Rotation(NamedTuple):
+    """Cosines and sines of each position's angles, fp32 [B, T, head/2]; made once, used by every layer."""
+
+    cos_BTH: jax.Array
+    sin_BTH: jax.Array
+
+
+def make_rotation(positions_BT: jax.Array, head: int, theta: float, scaling: str) -> Rotation:
+    """The rotation of int32 positions.
 
     Positions and frequencies in bf16 would collide from position 257 on.
     """
@@ -16,12 +25,13 @@ def rotary_angles(positions_BT: jax.Array, head: int, theta: float, scaling: str
     frequencies = theta**-exponents
     if scaling == "llama3.1":
         frequencies = _stretch_low(frequencies)
-    return positions_BT.astype(jnp.float32)[..., None] * frequencies
+    angles_BTH = positions_BT.astype(jnp.float32)[..., None] * frequencies
+    return Rotation(jnp.cos(angles_BTH), jnp.sin(angles_BTH))
 
 
-def rotate(x_BTNH: jax.Array, angles_BTH: jax.Array) -> jax.Array:
+def rotate(x_BTNH: jax.Array, rotation: Rotation) -> jax.Array:
     """Rotates the pairs (i, i + head/2) of each head, in fp32; result in the dtype of `x_BTNH`."""
-    cos, sin = jnp.cos(angles_BTH)[:, :, None], jnp.sin(angles_BTH)[:, :, None]
+    cos, sin = rotation.cos_BTH[:, :, None], rotation.sin_BTH[:, :, None]
     first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.astype(x_BTNH.dtype)
