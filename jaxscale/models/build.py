@@ -13,7 +13,7 @@ from jaxscale.models.attention import resolve_implementation
 from jaxscale.models.decoder import Decoder, DecoderShape, Tokens
 from jaxscale.models.decoder_rules import decoder_rules
 from jaxscale.numerics.policy import compute_dtype
-from jaxscale.sharding.rules import Rules
+from jaxscale.sharding.rules import Rules, iterate_leaves, match_rules
 
 Params = Any
 Batch = Mapping[str, jax.Array]
@@ -29,6 +29,8 @@ class Model:
     """Path pattern -> dim names."""
     init: Callable[[jax.Array], Params]
     """PRNG key -> parameters; the same numbers on every mesh."""
+    cast: Callable[[Params], Params]
+    """Parameters -> parameters in the formats that compute takes; done once a step, before any gather."""
     sum_losses: Callable[[Params, Batch], tuple[jax.Array, jax.Array]]
     """Parameters and one microbatch -> (sum of token losses, sum of weights), fp32 scalars."""
 
@@ -48,7 +50,10 @@ def shape_decoder(config: Config, *, vocab: int, platform: str) -> DecoderShape:
     positions = model.positions or length
     problems = []
     if model.heads % kv_heads:
-        problems.append(f"model.heads={model.heads} does not divide by model.kv_heads={kv_heads}")
+        problems.append(
+            f"model.heads={model.heads} does not divide by model.kv_heads={kv_heads}; "
+            "make kv_heads a divisor of heads"
+        )
     if model.head is None and model.embed % model.heads:
         problems.append(
             f"model.embed={model.embed} does not divide by model.heads={model.heads}; "
@@ -58,7 +63,9 @@ def shape_decoder(config: Config, *, vocab: int, platform: str) -> DecoderShape:
     if model.family == "llama" and head % 2:
         problems.append(f"a head of {head} channels is odd; rotary positions turn pairs, so make it even")
     if length > positions:
-        problems.append(f"batch.length={length} is longer than model.positions={positions}")
+        problems.append(
+            f"batch.length={length} is longer than model.positions={positions}; lower it, or raise positions"
+        )
     if problems:
         raise UserError(f"the model has {len(problems)} problem(s)\n  " + "\n  ".join(problems))
     dtype = compute_dtype(config.precision)
@@ -94,9 +101,18 @@ def split_decoder(shape: DecoderShape) -> tuple[nnx.GraphDef, Params]:
 
 def build_decoder(shape: DecoderShape) -> Model:
     definition, shapes = split_decoder(shape)
+    rules = decoder_rules(shape.family, tied=shape.tied)
+    dims = match_rules(shapes, rules)
 
     def init(key: jax.Array) -> Params:
         return nnx.to_pure_dict(nnx.state(Decoder(shape, nnx.Rngs(params=key))))
+
+    def cast(params: Params) -> Params:
+        leaves = [
+            leaf if "norm" in dims[path] else leaf.astype(shape.dtype)
+            for path, leaf in iterate_leaves(params)
+        ]
+        return jax.tree.unflatten(jax.tree.structure(params), leaves)
 
     def sum_losses(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
         tokens = Tokens(batch["tokens"], batch["positions"], batch["segments"])
@@ -104,7 +120,7 @@ def build_decoder(shape: DecoderShape) -> Model:
         loss = decoder.sum_losses(tokens, batch["labels"], batch["weights"])
         return loss, batch["weights"].sum(dtype=jnp.float32)
 
-    return Model(shapes, decoder_rules(shape.family, tied=shape.tied), init, sum_losses)
+    return Model(shapes, rules, init, cast, sum_losses)
 
 
 def count_parameters(shape: DecoderShape) -> int:

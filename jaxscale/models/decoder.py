@@ -17,6 +17,7 @@ from jax import lax
 
 from jaxscale.models.attention import Implementation, attend
 from jaxscale.models.rotary import Rotation, make_rotation, rotate
+from jaxscale.numerics.draw import draw_normal
 from jaxscale.parallel.vocab import embed_tokens, sum_token_losses
 from jaxscale.sharding.activations import constrain
 
@@ -72,10 +73,6 @@ class Cache(NamedTuple):
     values_LBSKH: jax.Array
 
 
-def _draw(rngs: nnx.Rngs, shape: tuple[int, ...], std: float) -> jax.Array:
-    return jax.random.normal(rngs.params(), shape, jnp.float32) * std
-
-
 class Projection(nnx.Module):
     """An einsum with a kernel, and a bias where the family has one."""
 
@@ -83,7 +80,7 @@ class Projection(nnx.Module):
         self, rngs: nnx.Rngs, equation: str, kernel: tuple[int, ...], std: float, bias: tuple[int, ...] | None
     ):
         self.equation = equation
-        self.kernel = nnx.Param(_draw(rngs, kernel, std))
+        self.kernel = nnx.Param(draw_normal(rngs.params(), kernel, std))
         self.bias = None if bias is None else nnx.Param(jnp.zeros(bias, jnp.float32))
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -203,7 +200,7 @@ class Table(nnx.Module):
     """Rows for ids or positions."""
 
     def __init__(self, rngs: nnx.Rngs, rows: int, padded: int, embed: int, std: float):
-        drawn = _draw(rngs, (rows, embed), std)
+        drawn = draw_normal(rngs.params(), (rows, embed), std)
         self.table = nnx.Param(jnp.pad(drawn, ((0, padded - rows), (0, 0))))
 
 

@@ -121,10 +121,9 @@ def _lay_leaf(
         ways = math.prod(axis_sizes[axis] for axis in axes)
         if size % ways:
             shown = " × ".join(f"{axis}={axis_sizes[axis]}" for axis in axes)
-            problems.append(
-                f"{dim}={size} does not divide by {shown}; the nearest that do are "
-                f"{max(size // ways, 1) * ways} and {(size // ways + 1) * ways}"
-            )
+            below, above = size // ways * ways, (size // ways + 1) * ways
+            nearest = f"{below} and {above} do" if below else f"{above} does"
+            problems.append(f"{dim}={size} does not divide by {shown}; {nearest}, or lower the axis")
         entries.append(axes or None)
     return entries, problems
 

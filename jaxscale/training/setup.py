@@ -1,5 +1,6 @@
 """From a configuration to everything a run needs, each check before the first compile."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -103,6 +104,12 @@ def make_setup(config: Config, mesh: Mesh, vocab: int) -> Setup:
 
 def _check_batch(config: Config, mesh: Mesh) -> None:
     batch = config.batch
+    if config.steps * batch.sequences >= 2**32:
+        raise UserError(
+            f"steps={config.steps} of batch.sequences={batch.sequences} are "
+            f"{config.steps * batch.sequences} sequences, and a run counts up to {2**32 - 1}; "
+            "make batch.length longer or the run shorter"
+        )
     if batch.sequences % batch.microbatches:
         raise UserError(
             f"batch.sequences={batch.sequences} does not divide by batch.microbatches={batch.microbatches}; "
@@ -110,9 +117,7 @@ def _check_batch(config: Config, mesh: Mesh) -> None:
         )
     rows = batch.sequences // batch.microbatches
     axes = [axis for axis in BATCH_AXES if mesh.shape[axis] > 1]
-    ways = 1
-    for axis in axes:
-        ways *= mesh.shape[axis]
+    ways = math.prod(mesh.shape[axis] for axis in axes)
     if rows % ways:
         shown = " × ".join(f"mesh.{axis}={mesh.shape[axis]}" for axis in axes)
         raise UserError(

@@ -133,6 +133,7 @@ def make_gradient_sums(model: Model, layouts: Layouts, dtype: jnp.dtype) -> Call
         return loss, weight, _lay_inside(jax.tree.map(lambda g: g.astype(dtype), gradients), layouts)
 
     def accumulate(params: Params, batch: Batch) -> Sums:
+        params = model.cast(params)
         if next(iter(batch.values())).shape[0] == 1:  # no accumulator beside the one gradient
             sums = sum_microbatch(params, jax.tree.map(lambda a: a[0], batch))
         else:
