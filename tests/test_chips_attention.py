@@ -6,10 +6,10 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from chips import describe_gpu, describe_tpu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxscale.models.attention import attend, resolve_implementation
+from tests.chips import describe_gpu, describe_tpu
 
 pytestmark = pytest.mark.chips
 
