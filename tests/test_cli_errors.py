@@ -75,9 +75,17 @@ CASES = {
         "mesh.data=-1", "mesh.tensor=3", said=("data is -1", "8 % 3 = 2"), environment=EIGHT_DEVICES
     ),
     "axis of nothing": _train("mesh.data=0", said=("mesh.data is 0", "at least one device")),
+    "more sequences than a run counts": _train(
+        "steps=2B", said=("steps=2000000000", "counts up to 4294967295", "run shorter")
+    ),
     "pipeline": _train("mesh.pipe=2", said=("mesh.pipe is 2", "no pipeline schedules", "mesh.pipe=1")),
     "no such platform": _train(
         said=("JAX cannot start", "Unset JAX_PLATFORMS"), environment={"JAX_PLATFORMS": "abacus"}
+    ),
+    "evaluation of nothing": _train(
+        "data.validation_fraction=0",
+        "eval.every_steps=2",
+        said=("eval.every_steps=2", "data.validation_fraction=0", "eval.every_steps=0"),
     ),
     # Sizes against the mesh and each other
     "key/value heads over tensor": _train(

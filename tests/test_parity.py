@@ -40,14 +40,9 @@ def check_parity(family: str, **sections: Any) -> None:
     assert errors[worst] <= 1e-5, f"{worst}: {errors[worst]:.1e}"
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("microbatches", [1, 4])
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        pytest.param(mesh, id=name, marks=[pytest.mark.smoke] * (name == "data2_fsdp2_tensor2"))
-        for name, mesh in MESHES.items()
-    ],
-)
+@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
 def test_any_mesh_and_accumulation_equal_one_device(mesh: dict[str, int], microbatches: int) -> None:
     check_parity("llama", mesh=mesh, batch={"microbatches": microbatches})
 

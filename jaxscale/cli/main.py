@@ -8,6 +8,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 from types import ModuleType
 
 from jaxscale.config.errors import UserError
@@ -22,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="jaxscale", description="Train large models in JAX by declaring where tensors live."
     )
+    parser.add_argument("--version", action="version", version=f"jaxscale {metadata.version('jaxscale')}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     modules: dict[str, ModuleType] = {}
     for name in COMMANDS:

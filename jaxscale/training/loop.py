@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from jaxscale.checkpoint import Checkpoints
-from jaxscale.config import Config
+from jaxscale.config import Config, UserError
 from jaxscale.data.dataset import Data, open_data
 from jaxscale.data.loader import BatchLoader, evaluation_batches
 from jaxscale.metrics import Console, EvalRecord, JsonlSink, SilentConsole, Sinks, StepRecord, TensorBoardSink
@@ -63,6 +63,11 @@ def train(
         tokenizer_dir=run_dir.tokenizer,
         sequences=config.batch.sequences,
     )
+    if config.eval.every_steps and not len(data.validation):
+        raise UserError(
+            f"eval.every_steps={config.eval.every_steps} but data.validation_fraction=0 leaves nothing to "
+            "evaluate on; hold some text out, or set eval.every_steps=0"
+        )
     setup = make_setup(config, mesh, data.vocab)
     if jax.process_index() == 0:
         write_config(run_dir, config)
@@ -90,6 +95,7 @@ class _Session:
         self.run_dir, self.checkpoints, self.console = run_dir, checkpoints, console
         self.is_stop_requested = is_stop_requested
         self.stack = stack
+        self.throughput = Throughput(setup)
         self.evaluation: Future[Compiled] | None = None
         self.first_eval: EvalRecord | None = None
         self.last_eval: EvalRecord | None = None
@@ -122,7 +128,9 @@ class _Session:
             )
         )
         state, step_function = self._compile_and_restore(resume_step)
-        self.throughput = Throughput(self.setup)
+        assert int(state.sequences) == resume_step * config.batch.sequences, (
+            "the data position is the state's"
+        )
         if resume_step == 0 and config.eval.every_steps:
             self._evaluate(state, 0, sinks)
         return self._step_to_end(state, step_function, loader, sinks, resume_step + 1, last_step)
