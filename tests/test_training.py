@@ -1,6 +1,7 @@
 """A run from configuration to run directory: metrics, resume, stop, one compilation, bad numbers."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -84,7 +85,9 @@ def test_a_run_directory_holds_the_run(unbroken: RunDir) -> None:
     assert steps[-1]["sequences"] == STEPS * 8
     assert steps[-1]["tokens"] == STEPS * 8 * 32
     assert [line["step"] for line in lines if line["kind"] == "eval"] == [0, 3, 6]
-    assert steps[0]["lr"] == pytest.approx(1e-3 / 2), "the first of two warm-up updates runs at half the peak"
+    # Two updates of warm-up to 1e-3, then a cosine over the four others down to a tenth.
+    cosine = [1e-4 + 9e-4 * (1 + math.cos(math.pi * done / 4)) / 2 for done in range(1, 5)]
+    assert [line["lr"] for line in steps] == pytest.approx([5e-4, 1e-3, *cosine])
     assert load_config(unbroken.config).mesh.data == 2
     assert list(unbroken.tensorboard.iterdir())
     assert sorted(int(path.name) for path in unbroken.checkpoints.iterdir()) == [4, 6]

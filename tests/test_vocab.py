@@ -26,6 +26,8 @@ MESHES = {
     "fsdp=4 tensor=2": MeshConfig(fsdp=4, tensor=2),
     "tensor=8": MeshConfig(tensor=8),  # its last two vocabulary shards are nothing but padding
     "data=2 fsdp=2 tensor=2": MeshConfig(data=2, fsdp=2, tensor=2),
+    # The table is whole on expert, and expert stays automatic: its gradient is summed over it in the region.
+    "expert=2 fsdp=2 tensor=2": MeshConfig(expert=2, fsdp=2, tensor=2),
 }
 on_every_mesh = pytest.mark.parametrize("config", MESHES.values(), ids=MESHES.keys())
 
