@@ -31,7 +31,9 @@ def main() -> int:
         return code
     report_losses(config)
     print(f"\nWhat the model writes after {PROMPT!r}:\n", flush=True)
-    if code := run_command("generate", config.run_dir, "--prompt", PROMPT, "--tokens", "240"):
+    if code := run_command(
+        "generate", config.run_dir, "--prompt", PROMPT, "--tokens", "240", "--temperature", "0.6"
+    ):
         return code
     print(f"\nThe run is in {config.run_dir}/. Worth trying next, with .venv/bin on your PATH:")
     print(f"  jaxscale generate {config.run_dir} --prompt 'class ' --temperature 0.5")
