@@ -165,6 +165,8 @@ class _Session:
             if is_last or _is_due(step, config.checkpoint.every_steps):
                 self.checkpoints.save(step, state, wait=is_last)
                 reporter.restart_clock()
+            if is_last and step < config.steps:
+                self.console.note(f"stopped at step {step}, everything saved; run the same command to go on")
             if is_last:
                 return self._result(Outcome.DONE if step >= config.steps else Outcome.STOPPED, step)
         raise AssertionError("the last step always returns")
