@@ -7,3 +7,4 @@ Importing this package imports neither JAX nor Flax: simulated devices have to b
 from jaxscale.config import Config, UserError, load_config, parse_config
 
 __all__ = ["Config", "UserError", "load_config", "parse_config"]
+__version__ = "0.1.0"

@@ -12,6 +12,7 @@ PACKAGE = ROOT / "jaxscale"
 FLOORS = {
     "config": 0,
     "mesh": 0,
+    "disk": 0,
     "sharding": 1,
     "metrics": 1,
     "parallel": 2,

@@ -19,6 +19,7 @@ from typing import Any
 
 from jaxscale.checkpoint.leaves import LeafType
 from jaxscale.config.errors import UserError
+from jaxscale.disk import sync_to_disk, write_whole
 
 MARKER = "complete.json"
 _FORMAT = 1
@@ -56,19 +57,13 @@ def mark_complete(folder: Path, step: int, leaves: Mapping[str, LeafType]) -> No
     return."""
     step_folder = folder / str(step)
     _sync_tree(step_folder)
-    _sync(folder)
+    sync_to_disk(folder)
     marker = {
         "format": _FORMAT,
         "step": step,
         "leaves": {name: {"shape": list(leaf.shape), "dtype": leaf.dtype} for name, leaf in leaves.items()},
     }
-    unfinished = step_folder / f"{MARKER}.tmp"
-    with unfinished.open("w", encoding="utf-8") as file:
-        json.dump(marker, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(step_folder / MARKER)
-    _sync(step_folder)
+    write_whole(step_folder / MARKER, json.dumps(marker, indent=1))
 
 
 def delete_all_but_newest(folder: Path, keep: int) -> None:
@@ -117,14 +112,5 @@ def _read_marker(step_folder: Path) -> dict[str, Any] | None:
 def _sync_tree(folder: Path) -> None:
     for parent, _, files in os.walk(folder):
         for file in files:
-            _sync(Path(parent, file))
-        _sync(Path(parent))
-
-
-def _sync(path: Path) -> None:
-    """Flushes one file, or the entries of one folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            sync_to_disk(Path(parent, file))
+        sync_to_disk(Path(parent))

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from jaxscale.cli.devices import prepare_devices
     from jaxscale.config import UserError, check_same_mathematics, load_config
-    from jaxscale.training.run_dir import open_run
+    from jaxscale.training.run_dir import open_run, open_run_data
 
     if args.sequences is not None and args.sequences < 1:
         raise UserError(f"--sequences {args.sequences}: at least one sequence is evaluated")
@@ -28,19 +28,12 @@ def run(args: argparse.Namespace) -> int:
     check_same_mathematics(saved, config)
     prepare_devices(config.mesh)
 
-    from jaxscale.data.dataset import open_data
     from jaxscale.training.loop import evaluate
     from jaxscale.training.setup import find_mesh, make_setup
     from jaxscale.training.weights import load_params
 
     config, mesh = find_mesh(config)
-    data = open_data(
-        config.data,
-        length=config.batch.length,
-        seed=config.seed,
-        vocab=config.model.vocab,
-        tokenizer_dir=run_dir.tokenizer,
-    )
+    data = open_run_data(config, run_dir)
     if not len(data.validation):
         raise UserError("data.validation_fraction=0: this run has no validation text to evaluate on")
     setup = make_setup(config, mesh, data.vocab)

@@ -8,9 +8,9 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from types import ModuleType
 
+import jaxscale
 from jaxscale.config.errors import UserError
 
 # Each command is a module of this package with `add_arguments(parser)`, `run(args) -> exit code` and a
@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="jaxscale", description="Train large models in JAX by declaring where tensors live."
     )
-    parser.add_argument("--version", action="version", version=f"jaxscale {metadata.version('jaxscale')}")
+    parser.add_argument("--version", action="version", version=f"jaxscale {jaxscale.__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     modules: dict[str, ModuleType] = {}
     for name in COMMANDS:

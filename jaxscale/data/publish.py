@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxscale.config.errors import UserError
+from jaxscale.disk import sync_to_disk
 
 _META_NAME = "meta.json"
 _SAMPLED_BLOCKS = 64
@@ -88,15 +89,6 @@ def _rename_into_place(temporary: Path, folder: Path) -> None:
             pass  # another process has just moved it aside
         finally:
             shutil.rmtree(aside, ignore_errors=True)
-
-
-def sync_to_disk(path: Path) -> None:
-    """Waits until a file or folder has reached the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _checksum_file(path: Path) -> list[int]:

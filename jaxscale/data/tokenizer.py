@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -12,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from jaxscale.config.errors import UserError
-from jaxscale.data.publish import open_or_build, sync_to_disk
+from jaxscale.data.publish import open_or_build
+from jaxscale.disk import write_whole
 
 END_TEXT = "<|endoftext|>"
 _USUAL_END_TOKENS = (
@@ -60,7 +60,7 @@ class Tokenizer(ABC):
     def save(self, folder: Path) -> None:
         """Writes the tokenizer into a folder, for `load_tokenizer`; the settings come last."""
         folder.mkdir(parents=True, exist_ok=True)
-        _write_whole(folder / _SETTINGS_NAME, json.dumps(self._settings(), indent=1))
+        write_whole(folder / _SETTINGS_NAME, json.dumps(self._settings(), indent=1))
 
 
 class ByteTokenizer(Tokenizer):
@@ -130,7 +130,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        _write_whole(folder / _TOKENIZER_NAME, self._text)
+        write_whole(folder / _TOKENIZER_NAME, self._text)
         super().save(folder)
 
 
@@ -290,11 +290,3 @@ def _find_end_token(ids: dict[str, int], place: str) -> str:
         f"data.tokenizer: {place} has none of the usual end tokens ({', '.join(_USUAL_END_TOKENS)}); "
         "set data.end_token to the token that ends a document"
     )
-
-
-def _write_whole(path: Path, text: str) -> None:
-    partial_path = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    partial_path.write_text(text, encoding="utf-8", newline="")
-    sync_to_disk(partial_path)
-    partial_path.replace(path)
-    sync_to_disk(path.parent)

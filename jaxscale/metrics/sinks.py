@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jaxscale.config.errors import UserError
+from jaxscale.disk import write_whole
 from jaxscale.metrics.records import EvalRecord, StepRecord
 
 
@@ -136,12 +137,7 @@ def _drop_later_records(path: Path, resume_step: int) -> None:
             kept.append(line)
     if len(kept) == len(lines):
         return
-    unfinished = path.with_name(path.name + ".tmp")
-    with unfinished.open("wb") as file:
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
+    write_whole(path, b"".join(kept))
 
 
 def _read_step(line: bytes) -> float | None:

@@ -12,10 +12,10 @@ import jax
 
 from jaxscale.checkpoint import Checkpoints
 from jaxscale.config import Config, UserError
-from jaxscale.data.dataset import Data, open_data
+from jaxscale.data.dataset import Data
 from jaxscale.data.loader import BatchLoader, evaluation_batches
 from jaxscale.metrics import Console, EvalRecord, JsonlSink, SilentConsole, Sinks, StepRecord, TensorBoardSink
-from jaxscale.training.run_dir import RunDir, check_run_dir, write_config
+from jaxscale.training.run_dir import RunDir, check_run_dir, open_run_data, write_config
 from jaxscale.training.setup import Compiled, Setup, find_mesh, make_key, make_setup
 from jaxscale.training.state import TrainState
 from jaxscale.training.step import batch_sharding
@@ -55,14 +55,7 @@ def train(
     console = console if console is not None and jax.process_index() == 0 else SilentConsole()
     config, mesh = find_mesh(config)
     run_dir = check_run_dir(config)
-    data = open_data(
-        config.data,
-        length=config.batch.length,
-        seed=config.seed,
-        vocab=config.model.vocab,
-        tokenizer_dir=run_dir.tokenizer,
-        sequences=config.batch.sequences,
-    )
+    data = open_run_data(config, run_dir)
     if config.eval.every_steps and not len(data.validation):
         raise UserError(
             f"eval.every_steps={config.eval.every_steps} but data.validation_fraction=0 leaves nothing to "

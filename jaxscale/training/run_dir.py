@@ -1,10 +1,11 @@
 """The folder of a run: resolved configuration, tokenizer, metrics, checkpoints."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from jaxscale.config import Config, UserError, check_same_mathematics, dump_config, load_config
+from jaxscale.data.dataset import Data, open_data
+from jaxscale.disk import write_whole
 
 
 @dataclass(frozen=True)
@@ -54,14 +55,10 @@ def check_run_dir(config: Config) -> RunDir:
 
 def write_config(run_dir: RunDir, config: Config) -> None:
     """Writes the resolved configuration, whole or not at all."""
-    unfinished = run_dir.path / ".config.yaml.tmp"
     try:
         run_dir.path.mkdir(parents=True, exist_ok=True)
-        with unfinished.open("w", encoding="utf-8") as file:
-            file.write("# Resolved by jaxscale: every field of this run.\n" + dump_config(config))
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(run_dir.config)
+        text = "# Resolved by jaxscale: every field of this run.\n" + dump_config(config)
+        write_whole(run_dir.config, text)
     except OSError as error:
         raise UserError(
             f"run_dir={config.run_dir} cannot be written: {error.strerror}; name a folder of your own"
@@ -78,3 +75,19 @@ def open_run(path: str | Path) -> tuple[RunDir, Config]:
     if not run_dir.config.exists():
         raise UserError(f"{path}: no run here (no config.yaml); name the run_dir of `jaxscale train`")
     return run_dir, load_config(run_dir.config)
+
+
+def open_run_data(config: Config, run_dir: RunDir) -> Data:
+    """The run's text, with the tokenizer that its folder keeps once the run has begun.
+
+    Raises:
+      UserError: files, text, tokenizer or vocabulary that the user can mend.
+    """
+    return open_data(
+        config.data,
+        length=config.batch.length,
+        seed=config.seed,
+        vocab=config.model.vocab,
+        tokenizer_dir=run_dir.tokenizer,
+        sequences=config.batch.sequences,
+    )
