@@ -148,4 +148,5 @@ def test_compile_time_does_not_grow_with_depth() -> None:
     finally:
         jax.config.update("jax_enable_compilation_cache", before)
     shallow, deep = (min(column) for column in zip(*tries, strict=True))
-    assert deep <= 1.2 * shallow, f"4 layers {shallow:.2f} s, 32 layers {deep:.2f} s"
+    print(f"4 layers {shallow:.2f} CPU-s, 32 layers {deep:.2f} CPU-s, ratio {deep / shallow:.3f}")
+    assert deep <= 1.2 * shallow

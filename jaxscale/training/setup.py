@@ -33,6 +33,11 @@ class Setup:
     layouts: Layouts
     optimizer: optax.GradientTransformation
 
+    @property
+    def platform(self) -> str:
+        """`tpu`, `gpu` or `cpu`."""
+        return self.mesh.devices.flat[0].platform
+
     @cached_property
     def shardings(self) -> TrainState:
         return lay_state(self.model, self.optimizer, self.layouts)
@@ -44,8 +49,10 @@ class Setup:
     def compile_init(self) -> Compiled:
         """PRNG key -> `TrainState`, each leaf made where it lies, never first on one device."""
         init = jax.jit(lambda key: init_state(self.model, self.optimizer, key), out_shardings=self.shardings)
+        # It runs once: on CPU, LLVM at full effort takes three times as long and gains nothing.
+        options: Any = {"xla_backend_optimization_level": 1} if self.platform == "cpu" else None
         with jax.set_mesh(self.mesh):
-            return init.lower(make_key(self.config.seed)).compile()
+            return init.lower(make_key(self.config.seed)).compile(compiler_options=options)
 
     def compile_step(self) -> Compiled:
         """(state, batch) -> (state, metrics), the state donated."""

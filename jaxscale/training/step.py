@@ -7,7 +7,6 @@ their traffic with the matmuls. Left to plain `jit`, XLA reduces over `data` per
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -63,6 +62,7 @@ def make_step(
     counts of skips.
     """
     sum_gradients = make_gradient_sums(model, layouts, DTYPES[config.precision.accumulate])
+    update = _make_update(optimizer, layouts, config)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         with matmul_precision(config.precision):
@@ -72,12 +72,11 @@ def make_step(
         # takes its part of the reduced gradient.
         gradients = jax.tree.map(lambda g: g / weight, _lay(gradient_sums, layouts.moments))
         gradients, norm = clip_gradients(gradients, config.optimizer.clip_norm)
-        applied, rate = _apply_update(state, gradients, optimizer, layouts, config)
-
-        loss = loss_sum / weight
+        loss, rate = loss_sum / weight, _find_rate(state, config)
         good = jnp.isfinite(loss) & jnp.isfinite(norm) & (weight_sum > 0)
-        state = jax.tree.map(partial(jnp.where, good), applied, _count_skip(state))
-        state = replace(state, sequences=state.sequences + jnp.uint32(config.batch.sequences))
+        # A branch, not a selection of every element: the state left alone costs nothing, and less memory.
+        state = lax.cond(good, update, _count_skip, state, gradients, rate)
+        state = replace(state, sequences=state.sequences + _sequences(config))
         metrics = {
             "loss": loss,
             "grad_norm": norm,
@@ -91,33 +90,41 @@ def make_step(
     return step
 
 
-def _apply_update(
-    state: TrainState,
-    gradients: Params,
-    optimizer: optax.GradientTransformation,
-    layouts: Layouts,
-    config: Config,
-) -> tuple[TrainState, jax.Array]:
-    """The state after one update, data position aside, and its learning rate."""
+def _make_update(
+    optimizer: optax.GradientTransformation, layouts: Layouts, config: Config
+) -> Callable[[TrainState, Params, jax.Array], TrainState]:
+    def update(state: TrainState, gradients: Params, rate: jax.Array) -> TrainState:
+        """The state after one update, data position aside."""
+        params = _lay(state.params, layouts.moments)
+        updates, moments = optimizer.update(gradients, state.moments, params)
+        params = jax.tree.map(lambda p, u: (p - rate * u).astype(p.dtype), params, updates)
+        return replace(
+            state,
+            params=_lay(params, layouts.params),
+            moments=moments,
+            updates=state.updates + jnp.uint32(1),
+            skips_in_row=jnp.zeros_like(state.skips_in_row),
+            trained_sequences=state.trained_sequences + _sequences(config),
+        )
+
+    return update
+
+
+def _count_skip(state: TrainState, *_: Any) -> TrainState:
+    """The state after a skipped step: the counts of skips have moved, nothing else."""
+    return replace(state, skips=state.skips + jnp.uint32(1), skips_in_row=state.skips_in_row + jnp.uint32(1))
+
+
+def _find_rate(state: TrainState, config: Config) -> jax.Array:
+    """Learning rate of the update at hand, read at its end."""
     batch = config.batch
-    trained = state.trained_sequences + jnp.uint32(batch.sequences)
-    rate = learning_rate(
-        trained.astype(jnp.float32) * batch.length,
-        config.steps * batch.sequences * batch.length,
-        config.optimizer,
-    )
-    params = _lay(state.params, layouts.moments)
-    updates, moments = optimizer.update(gradients, state.moments, params)
-    params = jax.tree.map(lambda p, u: (p - rate * u).astype(p.dtype), params, updates)
-    applied = replace(
-        state,
-        params=_lay(params, layouts.params),
-        moments=moments,
-        updates=state.updates + jnp.uint32(1),
-        skips_in_row=jnp.zeros_like(state.skips_in_row),
-        trained_sequences=trained,
-    )
-    return applied, rate
+    trained = state.trained_sequences + _sequences(config)
+    total_tokens = config.steps * batch.sequences * batch.length
+    return learning_rate(trained.astype(jnp.float32) * batch.length, total_tokens, config.optimizer)
+
+
+def _sequences(config: Config) -> jax.Array:
+    return jnp.uint32(config.batch.sequences)
 
 
 def make_gradient_sums(model: Model, layouts: Layouts, dtype: jnp.dtype) -> Callable[[Params, Batch], Sums]:
@@ -167,10 +174,6 @@ def make_evaluation(model: Model, config: Config) -> Callable[[Params, Batch], t
             return model.sum_losses(params, jax.tree.map(lambda a: a[0], batch))
 
     return evaluate
-
-
-def _count_skip(state: TrainState) -> TrainState:
-    return replace(state, skips=state.skips + jnp.uint32(1), skips_in_row=state.skips_in_row + jnp.uint32(1))
 
 
 def _lay(tree: Params, shardings: Any) -> Params:
