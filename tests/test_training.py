@@ -205,11 +205,14 @@ def test_the_commands_train_evaluate_and_generate(tmp_path: Path, corpus: Path) 
     assert done.returncode == 0, done.stderr
     assert "simulating 8 devices" in done.stderr
     assert "after step 2" in done.stderr
-    evaluated = run("eval", str(tmp_path / "run"), "mesh.data=1", "--json")
+    # Overrides may stand before and after options.
+    evaluated = run("eval", str(tmp_path / "run"), "--json", "mesh.data=1")
     assert evaluated.returncode == 0, evaluated.stderr
     loss = json.loads(evaluated.stdout)["loss"]
     assert run("eval", str(tmp_path / "run"), "mesh.tensor=1", "batch.microbatches=1", "--json").stdout
     assert 0 < loss < 6
-    written = run("generate", str(tmp_path / "run"), "--prompt", "alpha ", "--tokens", "5", "--json")
+    written = run(
+        "generate", str(tmp_path / "run"), "--prompt", "alpha ", "--tokens", "5", "--json", "mesh.tensor=2"
+    )
     assert written.returncode == 0, written.stderr
     assert json.loads(written.stdout)["step"] == STEPS
