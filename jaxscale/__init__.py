@@ -1,6 +1,7 @@
 """jaxscale trains large models in JAX by declaring where tensors live.
 
-The command line is `jaxscale train | generate | eval`; from Python, `load_config` and `train` do the same.
+The command line is `jaxscale train | generate | eval`; from Python, `load_config` and
+`jaxscale.training.loop.train` do the same.
 Importing this package imports neither JAX nor Flax: simulated devices have to be asked for before JAX starts.
 """
 

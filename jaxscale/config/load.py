@@ -128,11 +128,8 @@ def _describe_problem(problem: Mapping[str, Any]) -> str:
     if kind == "literal_error":
         return f"{path}: {value!r} is not one of {problem['ctx']['expected']}{_suggest_value(value, problem)}"
     if kind == "tuple_type":
-        return (
-            f"{path}: {value!r} is not a list; write [{value}]"
-            if isinstance(value, str)
-            else (f"{path}: {value!r} is not a list")
-        )
+        remedy = f"; write [{value}]" if isinstance(value, str) else ""
+        return f"{path}: {value!r} is not a list{remedy}"
     message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     return f"{path}: {value!r}: {message}"
 

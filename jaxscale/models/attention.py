@@ -2,8 +2,8 @@
 
 `xla` runs anywhere and is left to the partitioner. `splash` (TPU, Pallas) and `cudnn` (CUDA) are hand-written
 kernels that no partitioner can split, so each runs in a small inner `jax.shard_map` over the automatic axes
-of the ambient mesh: sequences over all of them but `tensor`, heads over `tensor`. No device needs another's
-keys, so the region holds no collective, forward or backward.
+of the ambient mesh: sequences over the batch axes, heads over `tensor`. No device needs another's keys, so
+the region holds no collective, forward or backward.
 
 Which kernel runs is decided once, when the model is built, by `resolve_implementation`: tracing knows the
 ambient mesh but not whose chips it is made of.
