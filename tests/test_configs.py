@@ -8,7 +8,7 @@ from jaxscale.config import Config, load_config
 from jaxscale.mesh import BATCH_AXES, axis_sizes, resolve_mesh
 from jaxscale.models.build import build_decoder, count_parameters, shape_decoder
 from jaxscale.models.decoder import DecoderShape
-from jaxscale.sharding.rules import iterate_leaves, make_specs
+from jaxscale.sharding.rules import iterate_leaves, lay_leaves
 
 pytestmark = pytest.mark.smoke
 
@@ -115,8 +115,9 @@ def test_the_batch_and_the_rules_fit_the_named_machine_and_another_mesh(name):
     model = build_decoder(_shape(config))
     named = axis_sizes(resolve_mesh(config.mesh, devices))
     for sizes in (named, dict.fromkeys(named, 1) | other):
-        specs = make_specs(model.shapes, model.rules, sizes)
-        assert set(specs) == {path for path, _ in iterate_leaves(model.shapes)}
+        leaves, problems = lay_leaves(model.shapes, model.rules, sizes)
+        assert problems == []
+        assert set(leaves) == {path for path, _ in iterate_leaves(model.shapes)}
     rows, left = divmod(config.batch.sequences, config.batch.microbatches)
     assert left == 0
     ways = 1

@@ -9,9 +9,10 @@ import optax
 import pytest
 
 from jaxscale.config import MeshConfig, OptimizerConfig, PrecisionConfig, parse_config
-from jaxscale.mesh import make_mesh
-from jaxscale.sharding.rules import iterate_leaves
-from jaxscale.training.optimizer import clip_gradients, lay_optimizer, make_optimizer, mask_decay
+from jaxscale.mesh import AXES, make_mesh
+from jaxscale.sharding.rules import REPLICATED, iterate_leaves, lay_leaves
+from jaxscale.training.optimizer import clip_gradients, make_optimizer, mask_decay
+from jaxscale.training.optimizer_layout import lay_optimizer
 from jaxscale.training.setup import make_key, make_setup
 
 CONFIG = parse_config(
@@ -39,6 +40,19 @@ def make_gradients(seed=0):
         shapes,
         is_leaf=lambda node: isinstance(node, tuple),
     )
+
+
+LEAVES, PROBLEMS = lay_leaves(
+    make_gradients(),
+    {
+        "layer/kernel": ("embed", "mlp"),
+        "layer/bias": ("mlp",),
+        "norm/*": REPLICATED,
+        "embed/table": ("vocab", "embed"),
+    },
+    dict.fromkeys(AXES, 1),
+)
+assert not PROBLEMS
 
 
 def compute_norm(gradients):
@@ -81,7 +95,7 @@ def test_norm_of_bf16_gradients_is_summed_in_fp32():
 
 
 def test_decay_pulls_on_kernels_and_tables_only():
-    marks = dict(iterate_leaves(mask_decay(make_gradients())))
+    marks = dict(iterate_leaves(mask_decay(make_gradients(), LEAVES)))
     assert marks == {
         "layer/kernel": True,
         "layer/bias": False,
@@ -94,7 +108,7 @@ def test_decay_pulls_on_kernels_and_tables_only():
 def test_five_updates_equal_adamw_written_out():
     config = OptimizerConfig(beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.3)
     rates = [0.1, 0.2, 0.05, 0.1, 0.03]
-    optimizer = make_optimizer(config, PrecisionConfig())
+    optimizer = make_optimizer(config, PrecisionConfig(), LEAVES)
     params = make_gradients(seed=100)
     state = optimizer.init(params)
     update = jax.jit(optimizer.update)
@@ -119,7 +133,7 @@ def test_five_updates_equal_adamw_written_out():
 
 
 def test_first_moment_has_the_format_asked_for_and_the_second_is_fp32():
-    state = make_optimizer(OptimizerConfig(), PrecisionConfig(moments="bf16")).init(make_gradients())
+    state = make_optimizer(OptimizerConfig(), PrecisionConfig(moments="bf16"), LEAVES).init(make_gradients())
     assert {leaf.dtype for leaf in jax.tree.leaves(optax.tree.get(state, "mu"))} == {jnp.dtype(jnp.bfloat16)}
     assert {leaf.dtype for leaf in jax.tree.leaves(optax.tree.get(state, "nu"))} == {jnp.dtype(jnp.float32)}
 
@@ -142,9 +156,10 @@ def test_moments_lie_as_their_parameters_and_each_device_holds_an_eighth():
     assert len(count.sharding.device_set) == 8
 
 
-@pytest.mark.parametrize(("stage", "moments_split", "params_split"), [(0, 1, 1), (1, 8, 1), (3, 8, 8)])
-def test_zero_stage_decides_how_far_the_moments_are_split(stage, moments_split, params_split):
-    config = replace(CONFIG, zero=replace(CONFIG.zero, stage=stage), mesh=MeshConfig(fsdp=8))
+@pytest.mark.parametrize(("stage", "state_split", "weights_split"), [(0, 1, 1), (1, 8, 1), (3, 8, 8)])
+@pytest.mark.parametrize("mesh", [MeshConfig(fsdp=8), MeshConfig(data=2, fsdp=2, expert=2)], ids=str)
+def test_zero_stage_decides_how_far_the_moments_are_split(stage, state_split, weights_split, mesh):
+    config = replace(CONFIG, zero=replace(CONFIG.zero, stage=stage), mesh=mesh)
     setup = make_setup(config, make_mesh(config.mesh), vocab=130)
     shardings = lay_optimizer(setup.optimizer, setup.model.shapes, setup.layouts)
 
@@ -152,6 +167,7 @@ def test_zero_stage_decides_how_far_the_moments_are_split(stage, moments_split, 
     whole = int(np.prod(shape))
     for name in ("mu", "nu"):
         moment = optax.tree.get(shardings, name)["embed"]["table"]
-        assert np.prod(moment.shard_shape(shape)) == whole // moments_split
-    param = setup.layouts.params["embed"]["table"]
-    assert np.prod(param.shard_shape(shape)) == whole // params_split
+        assert np.prod(moment.shard_shape(shape)) == whole // state_split
+    kept, used = (tree["embed"]["table"] for tree in (setup.layouts.params, setup.layouts.weights))
+    assert np.prod(kept.shard_shape(shape)) == whole // state_split, "master weights lie like moments"
+    assert np.prod(used.shard_shape(shape)) == whole // min(weights_split, mesh.fsdp)

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from jaxscale.cli.devices import prepare_devices
-    from jaxscale.config import MeshConfig, UserError, load_config
+    from jaxscale.config import MeshConfig, ModelConfig, UserError, load_config
     from jaxscale.training.run_dir import open_run
 
     _check_arguments(args)
@@ -29,6 +29,8 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(run_dir.config, [*_one_device(), *args.overrides])
     if config.mesh != MeshConfig(tensor=config.mesh.tensor):
         raise UserError(f"{' '.join(args.overrides)}: one text is generated over mesh.tensor only")
+    if not isinstance(config.model, ModelConfig):
+        raise UserError(f"{args.run_dir} holds a model of your own; generate knows our decoders only")
     prepare_devices(config.mesh)
 
     import jax
@@ -46,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
     prompt = tokenizer.encode(args.prompt)
     mesh = make_mesh(config.mesh, jax.devices()[: config.mesh.tensor])
     setup = make_setup(config, mesh, config.model.vocab or tokenizer.vocab_size)
+    assert setup.shape is not None
     if config.model.family == "gpt2" and len(prompt) + args.tokens > setup.shape.positions:
         raise UserError(
             f"the prompt's {len(prompt)} tokens and --tokens {args.tokens} are more than the "

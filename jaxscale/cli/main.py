@@ -1,7 +1,7 @@
 """`jaxscale COMMAND ...`: parses arguments, says what the user can mend, returns the exit code.
 
-Exit codes: 0 done; 2 the user can mend it (a message, no traceback); 3 training stopped because numbers went
-bad; 75 stopped on request with everything saved, run again to go on.
+Exit codes: 0 done; 1 `verify` found a difference; 2 the user can mend it (a message, no traceback);
+3 training stopped because numbers went bad; 75 stopped on request with everything saved, run again to go on.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from jaxscale.config.errors import UserError
 
 # Each command is a module of this package with `add_arguments(parser)`, `run(args) -> exit code` and a
 # docstring. Modules import JAX and the rest only when they run, so that mistakes are answered at once.
-COMMANDS = ("train", "generate", "eval")
+COMMANDS = ("train", "generate", "eval", "inspect", "verify")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

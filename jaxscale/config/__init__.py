@@ -11,6 +11,7 @@ from jaxscale.config.schema import (
     ModelConfig,
     OptimizerConfig,
     PrecisionConfig,
+    PythonModelConfig,
 )
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "PrecisionConfig",
+    "PythonModelConfig",
     "UserError",
     "check_same_mathematics",
     "dump_config",

@@ -17,8 +17,10 @@ from jaxscale.config.schema import Config
 _ADAPTER = TypeAdapter(Config)
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load_config(path: str | Path, overrides: Sequence[str] = (), *, needs_model: bool = True) -> Config:
     """Reads a YAML file and applies overrides (`mesh.fsdp=64`), which win over the file.
+
+    `needs_model=False` is for callers that bring a model of their own.
 
     Raises:
       UserError: the file cannot be read, or a key or value is wrong; all such problems are listed at once.
@@ -26,11 +28,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     tree = _read_yaml_file(Path(path))
     for override in overrides:
         _apply_override(tree, override)
-    return parse_config(tree, origin=str(path))
+    return parse_config(tree, origin=str(path), needs_model=needs_model)
 
 
-def parse_config(tree: Mapping[str, Any], *, origin: str) -> Config:
+def parse_config(tree: Mapping[str, Any], *, origin: str, needs_model: bool = True) -> Config:
     """Turns nested mappings into a `Config`; `origin` names where they came from in errors."""
+    if not needs_model and "model" not in tree:
+        tree = {**tree, "model": None}
     try:
         return _ADAPTER.validate_python(tree)
     except ValidationError as error:
@@ -46,7 +50,9 @@ def dump_config(config: Config) -> str:
     yaml.default_flow_style = None
     yaml.width = 110
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
-    yaml.dump(_listify(asdict(config)), out)
+    tree = _listify(asdict(config))
+    tree["strategy"] = {dim: axes or "replicated" for dim, axes in tree["strategy"].items()}
+    yaml.dump(tree, out)
     return out.getvalue()
 
 
@@ -117,7 +123,10 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
 
 
 def _describe_problem(problem: Mapping[str, Any]) -> str:
-    path = ".".join(str(part) for part in problem["loc"])
+    loc = problem["loc"]
+    if loc[0] == "model" and len(loc) > 1:  # the second part says which kind of model section it is
+        loc = (loc[0], *loc[2:])
+    path = ".".join(str(part) for part in loc)
     value, kind = problem["input"], problem["type"]
     if kind in {"unexpected_keyword_argument", "extra_forbidden"}:
         return f"{path}: no such field (value {value!r}){_suggest(path)}"
@@ -165,9 +174,17 @@ def _field_paths(node: Any, prefix: str) -> Iterator[str]:
     for item in fields(node):
         path = prefix + item.name
         yield path
-        section = next((t for t in (item.type, *get_args(item.type)) if is_dataclass(t)), None)
-        if section is not None:
+        for section in _find_sections(item.type):
             yield from _field_paths(section, path + ".")
+
+
+def _find_sections(kind: Any) -> Iterator[Any]:
+    """The configuration classes that a field's type is made of."""
+    if is_dataclass(kind):
+        yield kind
+    else:
+        for part in get_args(kind):
+            yield from _find_sections(part)
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:

@@ -5,11 +5,12 @@ continues is decided in `jaxscale.config.compare`.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import field
 from decimal import Decimal, InvalidOperation
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic.dataclasses import dataclass
 
 _STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
@@ -38,6 +39,23 @@ def _parse_count(value: Any) -> Any:
     return value
 
 
+def _expand_axes(value: Any) -> Any:
+    """`tensor` is short for [tensor], and `replicated` says by name that a dim lies over no axis."""
+    if isinstance(value, str):
+        return () if value == "replicated" else (value,)
+    if not value and value is not None:
+        raise ValueError("an empty list of axes; a dim that lies over no axis is `replicated`, by that name")
+    return value
+
+
+def _tag_model(value: Any) -> str:
+    """Which kind of model section this is: one from a Python file, or a decoder."""
+    if value is None:
+        return "none"
+    has_file = "file" in value if isinstance(value, Mapping) else isinstance(value, PythonModelConfig)
+    return "file" if has_file else "decoder"
+
+
 def _expand_precision(value: Any) -> Any:
     """`precision: bf16` is short for bf16 compute over fp32 parameters, accumulators and moments."""
     return {"compute": value} if isinstance(value, str) else value
@@ -49,6 +67,7 @@ AxisSize = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=-1)]
 Rate = Annotated[float, BeforeValidator(_refuse_bool), Field(ge=0)]
 Fraction = Annotated[float, BeforeValidator(_refuse_bool), Field(ge=0, le=1)]
 FloatFormat = Literal["fp32", "bf16"]
+StrategyAxes = Annotated[tuple[str, ...], BeforeValidator(_expand_axes)]
 
 
 @dataclass(frozen=True, config=_STRICT, kw_only=True)
@@ -69,10 +88,12 @@ class MeshConfig:
 
 @dataclass(frozen=True, config=_STRICT, kw_only=True)
 class ZeroConfig:
-    """ZeRO stage (Rajbhandari 2020): what is laid over the `fsdp` axis."""
+    """ZeRO stage (Rajbhandari 2020): what is laid over the ZeRO axes (`jaxscale.sharding.zero`)."""
 
     stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_refuse_bool)] = 3
-    """0 nothing, 1 optimizer state, 2 and gradient accumulators, 3 and parameters."""
+    """0 nothing, 1 optimizer state, 2 and gradient accumulators, 3 and the weights in use."""
+    keep_gathered: bool = False
+    """Stage 3: gather the weights once a step and keep them, instead of once a layer and pass."""
 
 
 @dataclass(frozen=True, config=_STRICT, kw_only=True)
@@ -119,6 +140,20 @@ class ModelConfig:
     """Added to the variance in a norm, no unit."""
     attention: Literal["auto", "xla", "splash", "cudnn"] = "auto"
     """Kernel, the same numbers up to rounding; auto: splash on TPU, cuDNN on GPU in bf16, XLA elsewhere."""
+
+
+@dataclass(frozen=True, config=_STRICT, kw_only=True)
+class PythonModelConfig:
+    """A model of your own, from a Python file."""
+
+    file: Annotated[str, Field(min_length=1)]
+    """Path of the Python file, relative to the working directory."""
+    factory: str = "make_model"
+    """Function in it: (vocab=..., length=..., **arguments) -> `jaxscale.Model`."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Passed on to the factory by name."""
+    vocab: Positive | None = None
+    """Tokens in the vocabulary; null: as many as the tokenizer has."""
 
 
 SourceName = Literal["python-stdlib", "text", "jsonl", "parquet", "tokens"]
@@ -249,8 +284,16 @@ class Config:
     """End early after so many steps as if stopped on request: everything saved, exit code 75."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     zero: ZeroConfig = field(default_factory=ZeroConfig)
+    strategy: dict[str, StrategyAxes] = field(default_factory=dict)
+    """Dim name -> mesh axes in order (`tensor`, `[fsdp, expert]`, `replicated`), over the usual strategy."""
     batch: BatchConfig
-    model: ModelConfig
+    model: Annotated[
+        Annotated[ModelConfig, Tag("decoder")]
+        | Annotated[PythonModelConfig, Tag("file")]
+        | Annotated[None, Tag("none")],
+        Discriminator(_tag_model),
+    ]
+    """A decoder by its shape, or a model of your own by its Python file; null: it comes from Python."""
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     precision: Annotated[PrecisionConfig, BeforeValidator(_expand_precision)] = field(

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxscale.config.errors import UserError
-from jaxscale.config.schema import DataConfig
+from jaxscale.config.schema import Config, DataConfig
 from jaxscale.data.cache import TokenisedCorpus, find_cache_dir, open_tokenised
 from jaxscale.data.order import SequenceOrder
 from jaxscale.data.sources import Source, open_source
-from jaxscale.data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
+from jaxscale.data.tokenizer import Tokenizer, find_vocab_size, load_tokenizer, open_tokenizer
 from jaxscale.data.windows import DocumentStream, JoinedWindows, Window, Windows, split_at
 
 
@@ -95,6 +95,20 @@ def open_data(
         TrainingSequences(tuple(train), weights, seed),
         JoinedWindows(tuple(validation)),
     )
+
+
+def find_vocab(config: Config, tokenizer_dir: Path | None = None) -> int:
+    """Tokens in the vocabulary of a run, no corpus read: model.vocab, or the tokenizer's size.
+
+    Raises:
+      UserError: the tokenizer cannot be opened, or does not know its size without model.vocab.
+    """
+    if config.model is not None and config.model.vocab is not None:
+        return config.model.vocab
+    tokenizer = load_tokenizer(tokenizer_dir) if tokenizer_dir is not None else None
+    if tokenizer is not None:
+        return tokenizer.vocab_size
+    return find_vocab_size(config.data.tokenizer, config.data.end_token)
 
 
 def _open_sources(config: DataConfig) -> list[tuple[str, Source, float]]:

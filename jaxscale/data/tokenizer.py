@@ -183,6 +183,21 @@ def open_tokenizer(
     return _open_file(Path(name).expanduser(), end_token)
 
 
+def find_vocab_size(name: str, end_token: str | None) -> int:
+    """Tokens of the tokenizer that `data.tokenizer` names, no corpus read.
+
+    Raises:
+      UserError: as `open_tokenizer`.
+    """
+    if name == "bytes":
+        return ByteTokenizer().vocab_size
+    if name == "none":
+        return _open_ids(end_token, None).vocab_size
+    if name.startswith("train:"):
+        return _parse_trained_size(name)
+    return _open_file(Path(name).expanduser(), end_token).vocab_size
+
+
 def load_tokenizer(folder: Path) -> Tokenizer | None:
     """The tokenizer that `save` wrote into a folder; None where there is none."""
     path = folder / _SETTINGS_NAME
@@ -226,22 +241,28 @@ def _open_ids(end_token: str | None, vocab: int | None) -> IdTokenizer:
 def _open_trained(
     name: str, end_token: str | None, texts: Callable[[], Iterator[str]], corpus: str, cache_dir: Path
 ) -> HuggingFaceTokenizer:
-    digits = name.removeprefix("train:")
-    if not digits.isdecimal() or int(digits) <= _BYTE_VALUES:
-        raise UserError(
-            f"data.tokenizer is {name!r}: train:N takes a whole number of tokens from {_BYTE_VALUES + 1} on "
-            "(the 256 bytes and the end token), such as train:8192"
-        )
+    size = _parse_trained_size(name)
     if end_token not in (None, END_TEXT):
         raise UserError(
             f"data.end_token is {end_token!r} but {name} makes its own, {END_TEXT}; remove data.end_token"
         )
     import tokenizers
 
-    identity = json.dumps([_TRAIN_FORMAT, tokenizers.__version__, corpus, int(digits)])
+    identity = json.dumps([_TRAIN_FORMAT, tokenizers.__version__, corpus, size])
     folder = cache_dir / "tokenizers" / hashlib.blake2b(identity.encode(), digest_size=20).hexdigest()
-    open_or_build(folder, partial(_train, texts=texts, vocab_size=int(digits)))
+    open_or_build(folder, partial(_train, texts=texts, vocab_size=size))
     return _open_file(folder / _TOKENIZER_NAME, END_TEXT)
+
+
+def _parse_trained_size(name: str) -> int:
+    """N of `train:N`; the trained tokenizer has exactly so many tokens, or is refused."""
+    digits = name.removeprefix("train:")
+    if not digits.isdecimal() or int(digits) <= _BYTE_VALUES:
+        raise UserError(
+            f"data.tokenizer is {name!r}: train:N takes a whole number of tokens from {_BYTE_VALUES + 1} on "
+            "(the 256 bytes and the end token), such as train:8192"
+        )
+    return int(digits)
 
 
 def _train(folder: Path, *, texts: Callable[[], Iterator[str]], vocab_size: int) -> dict[str, Any]:

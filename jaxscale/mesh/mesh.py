@@ -17,6 +17,11 @@ def axis_sizes(mesh: MeshConfig) -> dict[str, int]:
     return {item.name: getattr(mesh, item.name) for item in fields(mesh)}
 
 
+def count_asked(mesh: MeshConfig) -> int:
+    """Devices that a mesh asks for; an axis of -1 counts as one."""
+    return math.prod(abs(size) for size in axis_sizes(mesh).values()) or 1
+
+
 def resolve_mesh(asked: MeshConfig, device_count: int) -> MeshConfig:
     """Fills in the one axis that may be -1 and checks that the product is the number of devices.
 

@@ -1,10 +1,10 @@
 """Simulated devices: the same command runs on a laptop, whose CPU is split into as many as the mesh needs."""
 
-import math
 import os
 import re
 
 from jaxscale.config import MeshConfig
+from jaxscale.mesh.mesh import count_asked
 
 _COUNT_FLAG = "xla_force_host_platform_device_count"
 
@@ -24,8 +24,7 @@ def simulate_devices(mesh: MeshConfig) -> None:
     XLA_FLAGS stands; an axis of -1 then takes what is left of it.
     """
     flags = os.environ.get("XLA_FLAGS", "")
-    sizes = (mesh.pipe, mesh.data, mesh.fsdp, mesh.expert, mesh.tensor)
-    wanted = {_COUNT_FLAG: math.prod(abs(size) for size in sizes) or 1} | _PATIENCE_FLAGS
+    wanted = {_COUNT_FLAG: count_asked(mesh)} | _PATIENCE_FLAGS
     added = [f"--{name}={value}" for name, value in wanted.items() if not _has_flag(flags, name)]
     os.environ["XLA_FLAGS"] = " ".join([flags, *added]).strip()
 

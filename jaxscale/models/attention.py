@@ -237,14 +237,37 @@ def _attend_dot_product(
     Both add the document mask to the logits as a large negative number, so cuDNN too holds B x T x S of it,
     and computes the blocks above the diagonal that it would skip without documents.
     """
+    if implementation == "xla" and q_BTNH.dtype == jnp.float64:
+        return _attend_in_fp64(q_BTNH, k_BSKH, v_BSKH, segments_BT, causal)
     if segments_BT is None:
         return jax.nn.dot_product_attention(
             q_BTNH, k_BSKH, v_BSKH, is_causal=causal, implementation=implementation
         )
-    visible_BTS = segments_BT[:, :, None] == segments_BT[:, None, :]
-    if causal:
-        length = q_BTNH.shape[1]
-        visible_BTS &= jnp.tril(jnp.ones((1, length, length), dtype=bool))
+    visible_BTS = _find_visible(segments_BT, causal)
     return jax.nn.dot_product_attention(
         q_BTNH, k_BSKH, v_BSKH, mask=visible_BTS[:, None], implementation=implementation
     )
+
+
+def _attend_in_fp64(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segments_BT: jax.Array | None, causal: bool
+) -> jax.Array:
+    """The same for `jaxscale verify --fp64`: jax.nn.dot_product_attention takes its softmax in fp32."""
+    batch, length, heads, head = q_BTNH.shape
+    groups = heads // k_BSKH.shape[2]
+    q_BTKGH = q_BTNH.reshape(batch, length, -1, groups, head)
+    if segments_BT is None:
+        segments_BT = jnp.zeros((batch, length), jnp.int32)
+    logits_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH * head**-0.5, k_BSKH)
+    visible_BTS = _find_visible(segments_BT, causal)
+    weights_BKGTS = jax.nn.softmax(jnp.where(visible_BTS[:, None, None], logits_BKGTS, -jnp.inf))
+    return jnp.einsum("BKGTS,BSKH->BTKGH", weights_BKGTS, v_BSKH).reshape(q_BTNH.shape)
+
+
+def _find_visible(segments_BT: jax.Array, causal: bool) -> jax.Array:
+    """[B, T, S] bool: whether position t sees position s."""
+    visible_BTS = segments_BT[:, :, None] == segments_BT[:, None, :]
+    if not causal:
+        return visible_BTS
+    length = segments_BT.shape[1]
+    return visible_BTS & jnp.tril(jnp.ones((1, length, length), dtype=bool))

@@ -1,38 +1,16 @@
-"""From a configuration to a model: the four things that training needs of one."""
-
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+"""From a configuration to a decoder."""
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
-from jaxscale.config import Config, UserError
+from jaxscale.config import Config, ModelConfig, UserError
+from jaxscale.metrics import model_flops_per_token
 from jaxscale.models.attention import resolve_implementation
 from jaxscale.models.decoder import Decoder, DecoderShape, Tokens
 from jaxscale.models.decoder_rules import decoder_rules
+from jaxscale.models.model import Batch, Model, Params
 from jaxscale.numerics.policy import compute_dtype
-from jaxscale.sharding.rules import Rules, iterate_leaves, match_rules
-
-Params = Any
-Batch = Mapping[str, jax.Array]
-
-
-@dataclass(frozen=True)
-class Model:
-    """A model as training sees it: shapes, rules, an initialiser and a loss, all of plain nested dicts."""
-
-    shapes: Params
-    """Parameters as `ShapeDtypeStruct`s."""
-    rules: Rules
-    """Path pattern -> dim names."""
-    init: Callable[[jax.Array], Params]
-    """PRNG key -> parameters; the same numbers on every mesh."""
-    cast: Callable[[Params], Params]
-    """Parameters -> parameters in the formats that compute takes; done once a step, before any gather."""
-    sum_losses: Callable[[Params, Batch], tuple[jax.Array, jax.Array]]
-    """Parameters and one microbatch -> (sum of token losses, sum of weights), fp32 scalars."""
+from jaxscale.sharding.rules import iterate_leaves
 
 
 def shape_decoder(config: Config, *, vocab: int, platform: str) -> DecoderShape:
@@ -45,7 +23,15 @@ def shape_decoder(config: Config, *, vocab: int, platform: str) -> DecoderShape:
     Raises:
       UserError: the sizes contradict each other; every contradiction is listed.
     """
+    if problems := find_contradictions(config):
+        raise UserError(f"the model has {len(problems)} problem(s)\n  " + "\n  ".join(problems))
+    return complete_shape(config, vocab=vocab, platform=platform)
+
+
+def find_contradictions(config: Config) -> list[str]:
+    """Every pair of a decoder's sizes that cannot both hold."""
     model, length = config.model, config.batch.length
+    assert isinstance(model, ModelConfig)
     kv_heads = model.kv_heads or model.heads
     positions = model.positions or length
     problems = []
@@ -59,15 +45,25 @@ def shape_decoder(config: Config, *, vocab: int, platform: str) -> DecoderShape:
             f"model.embed={model.embed} does not divide by model.heads={model.heads}; "
             "change one of them or set model.head"
         )
-    head = model.head or max(model.embed // model.heads, 1)
+    head = _find_head(model)
     if model.family == "llama" and head % 2:
         problems.append(f"a head of {head} channels is odd; rotary positions turn pairs, so make it even")
     if length > positions:
         problems.append(
             f"batch.length={length} is longer than model.positions={positions}; lower it, or raise positions"
         )
-    if problems:
-        raise UserError(f"the model has {len(problems)} problem(s)\n  " + "\n  ".join(problems))
+    return problems
+
+
+def _find_head(model: ModelConfig) -> int:
+    return model.head or max(model.embed // model.heads, 1)
+
+
+def complete_shape(config: Config, *, vocab: int, platform: str) -> DecoderShape:
+    """`shape_decoder` for sizes that may contradict each other, so that all else can be checked too."""
+    model, length = config.model, config.batch.length
+    assert isinstance(model, ModelConfig)
+    head = _find_head(model)
     dtype = compute_dtype(config.precision)
     attention = resolve_implementation(
         model.attention, platform=platform, dtype=dtype, length=length, head=head
@@ -77,11 +73,11 @@ def shape_decoder(config: Config, *, vocab: int, platform: str) -> DecoderShape:
         layers=model.layers,
         embed=model.embed,
         heads=model.heads,
-        kv_heads=kv_heads,
+        kv_heads=model.kv_heads or model.heads,
         head=head,
         mlp=model.mlp,
         vocab=vocab,
-        positions=positions,
+        positions=model.positions or length,
         tied=model.tied,
         rope_theta=model.rope_theta,
         rope_scaling=model.rope_scaling,
@@ -101,26 +97,29 @@ def split_decoder(shape: DecoderShape) -> tuple[nnx.GraphDef, Params]:
 
 def build_decoder(shape: DecoderShape) -> Model:
     definition, shapes = split_decoder(shape)
-    rules = decoder_rules(shape.family, tied=shape.tied)
-    dims = match_rules(shapes, rules)
 
     def init(key: jax.Array) -> Params:
         return nnx.to_pure_dict(nnx.state(Decoder(shape, nnx.Rngs(params=key))))
 
-    def cast(params: Params) -> Params:
-        leaves = [
-            leaf if "norm" in dims[path] else leaf.astype(shape.dtype)
-            for path, leaf in iterate_leaves(params)
-        ]
-        return jax.tree.unflatten(jax.tree.structure(params), leaves)
-
-    def sum_losses(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    def sum_losses(params: Params, batch: Batch, _: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
         tokens = Tokens(batch["tokens"], batch["positions"], batch["segments"])
         decoder = nnx.merge(definition, params)
         loss = decoder.sum_losses(tokens, batch["labels"], batch["weights"])
-        return loss, batch["weights"].sum(dtype=jnp.float32)
+        return loss, batch["weights"].sum(dtype=loss.dtype)
 
-    return Model(shapes, rules, init, cast, sum_losses)
+    def count_flops(length: int) -> float:
+        kernels = sum(leaf.size for path, leaf in iterate_leaves(shapes) if path.endswith("/kernel"))
+        matmul_params = kernels + shape.vocab * shape.embed
+        return model_flops_per_token(matmul_params, shape.layers, shape.heads, shape.head, length)
+
+    return Model(
+        shapes=shapes,
+        rules=decoder_rules(shape.family, tied=shape.tied),
+        init=init,
+        sum_losses=sum_losses,
+        flops_per_token=count_flops,
+        reduction="region",
+    )
 
 
 def count_parameters(shape: DecoderShape) -> int:

@@ -18,6 +18,7 @@ from jax import lax
 from jaxscale.models.attention import Implementation, attend
 from jaxscale.models.rotary import Rotation, make_rotation, rotate
 from jaxscale.numerics.draw import draw_normal
+from jaxscale.numerics.policy import widen
 from jaxscale.parallel.vocab import embed_tokens, sum_token_losses
 from jaxscale.sharding.activations import constrain
 
@@ -89,7 +90,7 @@ class Projection(nnx.Module):
 
 
 class Norm(nnx.Module):
-    """RMSNorm (Llama) or LayerNorm with bias (GPT-2); statistics and scale in fp32."""
+    """RMSNorm (Llama) or LayerNorm with bias (GPT-2); statistics and scale in at least fp32."""
 
     def __init__(self, shape: DecoderShape):
         self.eps = shape.norm_eps
@@ -97,7 +98,7 @@ class Norm(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(shape.embed, jnp.float32)) if shape.family == "gpt2" else None
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        x = x_BTD.astype(jnp.float32)
+        x = x_BTD.astype(widen(x_BTD.dtype))
         if self.bias is not None:
             x = x - x.mean(-1, keepdims=True)
         x = x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.eps) * self.scale[...]
@@ -255,7 +256,7 @@ class Decoder(nnx.Module):
         x_BTD, (keys, values) = lax.scan(visit, x_BTD, (stacked, cache.keys_LBSKH, cache.values_LBSKH))
         table_VD = self._head_table()[: self.shape.vocab].astype(x_BTD.dtype)
         logits_BTV = jnp.einsum(
-            "BTD,VD->BTV", self.final_norm(x_BTD), table_VD, preferred_element_type=jnp.float32
+            "BTD,VD->BTV", self.final_norm(x_BTD), table_VD, preferred_element_type=widen(x_BTD.dtype)
         )
         return logits_BTV, Cache(keys, values)
 
@@ -271,7 +272,11 @@ class Decoder(nnx.Module):
             x_BTD = x_BTD + embed_tokens(self.positions.table[...], positions_BT, self.shape.dtype)
             return constrain(x_BTD, "batch", "length", "embed"), None
         rotation = make_rotation(
-            positions_BT, self.shape.head, self.shape.rope_theta, self.shape.rope_scaling
+            positions_BT,
+            self.shape.head,
+            self.shape.rope_theta,
+            self.shape.rope_scaling,
+            widen(self.shape.dtype),
         )
         return constrain(x_BTD, "batch", "length", "embed"), rotation
 

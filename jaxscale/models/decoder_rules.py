@@ -2,7 +2,7 @@
 
 from jaxscale.sharding.rules import Rules
 
-_LLAMA: Rules = {
+_LLAMA = {
     "embed/table": ("vocab", "embed"),
     "layers/attention_norm/scale": ("layers", "norm"),
     "layers/attention/query/kernel": ("layers", "embed", "heads", "head"),
@@ -16,7 +16,7 @@ _LLAMA: Rules = {
     "final_norm/scale": ("norm",),
 }
 
-_GPT2: Rules = {
+_GPT2 = {
     **{path: dims for path, dims in _LLAMA.items() if "gate" not in path},
     "positions/table": ("positions", "embed"),
     "layers/attention_norm/bias": ("layers", "norm"),
@@ -30,10 +30,10 @@ _GPT2: Rules = {
     "final_norm/bias": ("norm",),
 }
 
-_HEAD: Rules = {"head/table": ("vocab", "embed")}
+_HEAD = {"head/table": ("vocab", "embed")}
 
 
 def decoder_rules(family: str, *, tied: bool) -> Rules:
     """The rule table of a decoder; a tied model has no head of its own."""
     rules = {"llama": _LLAMA, "gpt2": _GPT2}[family]
-    return rules if tied else {**rules, **_HEAD}
+    return Rules(rules if tied else {**rules, **_HEAD})

@@ -7,7 +7,12 @@ import jax.numpy as jnp
 
 from jaxscale.config import PrecisionConfig
 
-DTYPES = {"fp32": jnp.dtype("float32"), "bf16": jnp.dtype("bfloat16")}
+# fp64 is for `jaxscale verify --fp64` alone: no configuration offers it.
+DTYPES: dict[str, jnp.dtype] = {
+    "fp64": jnp.dtype("float64"),
+    "fp32": jnp.dtype("float32"),
+    "bf16": jnp.dtype("bfloat16"),
+}
 
 
 def compute_dtype(precision: PrecisionConfig) -> jnp.dtype:
@@ -17,4 +22,9 @@ def compute_dtype(precision: PrecisionConfig) -> jnp.dtype:
 
 def matmul_precision(precision: PrecisionConfig) -> AbstractContextManager:
     """Within it, fp32 matmuls are fp32: TPUs and GPUs otherwise multiply fp32 in bf16 or tf32."""
-    return jax.default_matmul_precision("float32" if precision.compute == "fp32" else "default")
+    return jax.default_matmul_precision("default" if precision.compute == "bf16" else "float32")
+
+
+def widen(dtype: jnp.dtype) -> jnp.dtype:
+    """At least fp32: what statistics, sums and losses are computed in, whatever the compute format."""
+    return jnp.promote_types(dtype, jnp.float32)

@@ -22,7 +22,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxscale.sharding.activations import activation_axes, activation_spec, count_shards, run_per_shard
+from jaxscale.sharding.activations import (
+    activation_axes,
+    activation_spec,
+    count_shards,
+    run_per_shard,
+    weight_axes,
+)
 from jaxscale.sharding.rules import Axes
 
 LOGITS_HELD = 2**24  # elements a device: 64 MiB in fp32
@@ -38,8 +44,8 @@ class _Split(NamedTuple):
 
     @classmethod
     def read(cls) -> "_Split":
-        batch = activation_axes("batch")
-        return cls(batch, activation_axes("vocab"), tuple(axis for axis in batch if axis == "fsdp"))
+        batch, channels = activation_axes("batch"), weight_axes("embed")
+        return cls(batch, activation_axes("vocab"), tuple(axis for axis in batch if axis in channels))
 
     @property
     def starts_spec(self) -> PartitionSpec:
@@ -93,7 +99,7 @@ def _embed_forward(table_VD: jax.Array, tokens_BT: jax.Array, dtype: jnp.dtype) 
         x_BTD = table_VD.at[ids_BT].get(mode="fill", fill_value=0, wrap_negative_indices=False)
         x_BTD = split.exchange(x_BTD.astype(dtype), split=0, join=2)
         # In fp32, though all terms but one are zero: XLA's CPU compiler dies on a bf16 reduction in a region.
-        return _sum_over(x_BTD.astype(jnp.float32), split.vocab).astype(dtype)
+        return _sum_over(x_BTD.astype(_widen(dtype)), split.vocab).astype(dtype)
 
     x_BTD = run_per_shard(
         look_up,
@@ -112,9 +118,9 @@ def _embed_backward(dtype: jnp.dtype, residuals: tuple, dx_BTD: jax.Array) -> tu
     def scatter(dx_BTD: jax.Array, tokens_BT: jax.Array, start: jax.Array) -> jax.Array:
         ids_BT = split.gather_tokens(tokens_BT) - start[0]
         dx_BTD = split.exchange(dx_BTD, split=2, join=0)
-        d_table_VD = jnp.zeros((shard_rows, dx_BTD.shape[-1]), jnp.float32)
+        d_table_VD = jnp.zeros((shard_rows, dx_BTD.shape[-1]), _widen(dtype))
         d_table_VD = d_table_VD.at[ids_BT].add(
-            dx_BTD.astype(jnp.float32), mode="drop", wrap_negative_indices=False
+            dx_BTD.astype(d_table_VD.dtype), mode="drop", wrap_negative_indices=False
         )
         return _sum_over(d_table_VD, split.other_batch_axes)
 
@@ -137,7 +143,7 @@ embed_tokens.defvjp(_embed_forward, _embed_backward)
 def sum_token_losses(
     x_BTD: jax.Array, table_VD: jax.Array, labels_BT: jax.Array, weights_BT: jax.Array, vocab: int
 ) -> jax.Array:
-    """Weighted sum of the cross-entropy of each token, in nats, fp32.
+    """Weighted sum of the cross-entropy of each token, in nats, at least fp32.
 
     Args:
       x_BTD: final hidden states, compute dtype.
@@ -147,7 +153,7 @@ def sum_token_losses(
       vocab: tokens of the tokenizer, at most V.
 
     Returns:
-      fp32 scalar: sum over this region's tokens of weight · (logsumexp(logits) − logits[label]).
+      Scalar, at least fp32: sum over this region's tokens of weight · (logsumexp(logits) − logits[label]).
     """
     return _loss_over_shards(x_BTD, table_VD, labels_BT, weights_BT, vocab, with_gradient=False)[0]
 
@@ -211,17 +217,17 @@ def _loss_of_shard(
     with_gradient: bool,
 ) -> tuple[jax.Array, ...]:
     """Loss of this shard's tokens, summed over all shards; with it dx_BTD and d_head_DV if asked for."""
-    embed, rows = head_DV.shape
+    (embed, rows), wide = head_DV.shape, _widen(x_BTD.dtype)
     # XLA's CPU compiler gathers bf16 as fp32, and would then also multiply in fp32, at half the speed.
     x_BTD, head_DV = lax.optimization_barrier((x_BTD, head_DV))
     size = _largest_divisor(labels_BT.size, max(LOGITS_HELD // rows, 1))
     chunks = (
         x_BTD.reshape(-1, size, embed),
         labels_BT.reshape(-1, size),
-        weights_BT.reshape(-1, size).astype(jnp.float32),
+        weights_BT.reshape(-1, size).astype(wide),
     )
     visit = partial(visit, head_DV=head_DV, start=start[0])
-    carry = (jnp.zeros((), jnp.float32), jnp.zeros(head_DV.shape if with_gradient else (), jnp.float32))
+    carry = (jnp.zeros((), wide), jnp.zeros(head_DV.shape if with_gradient else (), wide))
     if size == labels_BT.size:  # a loop of one trip would only cost copies
         carry, dx = visit(carry, jax.tree.map(lambda a: a[0], chunks))
     else:
@@ -249,9 +255,9 @@ def _visit_chunk(
     """Adds a chunk of N tokens to (loss sum, d_head_DV); returns its dx_ND."""
     loss_sum, d_head_DV = carry
     x_ND, labels_N, weights_N = chunk
-    ids_V = start + jnp.arange(head_DV.shape[1])
+    ids_V, wide = start + jnp.arange(head_DV.shape[1]), _widen(x_ND.dtype)
 
-    logits_NV = jnp.einsum("ND,DV->NV", x_ND, head_DV, preferred_element_type=jnp.float32)
+    logits_NV = jnp.einsum("ND,DV->NV", x_ND, head_DV, preferred_element_type=wide)
     if is_padded:
         logits_NV = jnp.where(ids_V < vocab, logits_NV, -jnp.inf)
     # The largest logit only keeps exp in range; a shard of nothing but padding offers a number far below.
@@ -271,9 +277,14 @@ def _visit_chunk(
     softmax_NV = exp_NV * (weights_N * jnp.exp(max_N - log_total_N))[:, None]  # times the weight
     label_NV = jnp.where(ids_V == labels_N[:, None], weights_N[:, None], 0.0)
     dlogits_NV = (softmax_NV - label_NV).astype(x_ND.dtype)
-    d_head_DV += jnp.einsum("ND,NV->DV", x_ND, dlogits_NV, preferred_element_type=jnp.float32)
-    dx_ND = jnp.einsum("NV,DV->ND", dlogits_NV, head_DV, preferred_element_type=jnp.float32)
+    d_head_DV += jnp.einsum("ND,NV->DV", x_ND, dlogits_NV, preferred_element_type=wide)
+    dx_ND = jnp.einsum("NV,DV->ND", dlogits_NV, head_DV, preferred_element_type=wide)
     return (loss_sum, d_head_DV), _sum_over(dx_ND, split.vocab).astype(x_ND.dtype)
+
+
+def _widen(dtype: jnp.dtype) -> jnp.dtype:
+    """At least fp32, as `jaxscale.numerics.policy.widen`, which is no floor below this one."""
+    return jnp.promote_types(dtype, jnp.float32)
 
 
 def _sum_over(x: jax.Array, axes: Axes) -> jax.Array:

@@ -1,29 +1,68 @@
 """Layout of activations: dim name -> mesh axes, applied to the ambient mesh.
 
 Model code says `constrain(x_BTD, "batch", "length", "embed")` and knows no mesh. The ambient mesh
-(`jax.set_mesh`) decides; axes that an enclosing `shard_map` made manual are already split and stay out.
+(`jax.set_mesh`) and strategy (`use_strategy`) decide. A dim lies over the axes that the strategy gives to
+parameters, but for those that the batch takes; axes that an enclosing `shard_map` made manual are already
+split and stay out.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, PartitionSpec, get_abstract_mesh
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding, get_abstract_mesh
 
 from jaxscale.mesh import BATCH_AXES
-from jaxscale.sharding.rules import REPLICATED, Axes
+from jaxscale.sharding.rules import PARAMETER_STRATEGY, Axes
 
-ACTIVATION_STRATEGY: Mapping[str, Axes] = {
-    "batch": BATCH_AXES,
-    "length": REPLICATED,
-    "embed": REPLICATED,
-    "heads": ("tensor",),
-    "kv_heads": ("tensor",),
-    "head": REPLICATED,
-    "mlp": ("tensor",),
-    "vocab": ("tensor",),
-}
+_strategy: ContextVar[Mapping[str, Axes]] = ContextVar("strategy", default=PARAMETER_STRATEGY)
+_watched: ContextVar["list[Observation] | None"] = ContextVar("watched", default=None)
+
+
+@dataclass(frozen=True)
+class Observation:
+    """A constrained activation, as asked and as the compiler laid it."""
+
+    dims: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    asked: PartitionSpec
+    got: Sharding
+
+    @property
+    def is_as_asked(self) -> bool:
+        assert isinstance(self.got, NamedSharding), self.got
+        return self.got.is_equivalent_to(NamedSharding(self.got.mesh, self.asked), len(self.shape))
+
+
+@contextmanager
+def use_strategy(strategy: Mapping[str, Axes]) -> Iterator[None]:
+    """Within it, programs are traced with this strategy (dim name -> axes)."""
+    token = _strategy.set(strategy)
+    try:
+        yield
+    finally:
+        _strategy.reset(token)
+
+
+@contextmanager
+def watch_constraints() -> Iterator[list[Observation]]:
+    """Programs traced and compiled within it report how the compiler laid each constrained activation.
+
+    The list fills while a program compiles. Such a program carries addresses of this process, so the
+    persistent compilation cache cannot serve it: for inspection, not for training.
+    """
+    observations: list[Observation] = []
+    token = _watched.set(observations)
+    try:
+        yield observations
+    finally:
+        _watched.reset(token)
 
 
 def automatic_axes() -> Axes:
@@ -36,7 +75,21 @@ def automatic_axes() -> Axes:
 def activation_axes(dim: str) -> Axes:
     """The automatic axes larger than 1 that an activation dim lies over."""
     automatic, sizes = automatic_axes(), get_abstract_mesh().shape
-    return tuple(axis for axis in ACTIVATION_STRATEGY[dim] if axis in automatic and sizes[axis] > 1)
+    return tuple(axis for axis in _axes_of_dim(dim) if axis in automatic and sizes[axis] > 1)
+
+
+def weight_axes(dim: str) -> Axes:
+    """The automatic axes larger than 1 that a parameter's dim lies over, in ZeRO stage 3."""
+    automatic, sizes = automatic_axes(), get_abstract_mesh().shape
+    return tuple(axis for axis in _strategy.get()[dim] if axis in automatic and sizes[axis] > 1)
+
+
+def _axes_of_dim(dim: str) -> Axes:
+    if dim == "batch":
+        return BATCH_AXES
+    if dim == "length":
+        return ()
+    return tuple(axis for axis in _strategy.get()[dim] if axis not in BATCH_AXES)
 
 
 def count_shards(axes: Axes) -> int:
@@ -58,7 +111,15 @@ def constrain(x: jax.Array, *dims: str) -> jax.Array:
     for dim, size in zip(dims, x.shape, strict=True):
         axes = activation_axes(dim)
         assert size % count_shards(axes) == 0, f"{dim}={size} does not divide by {axes}: validation missed it"
-    return jax.lax.with_sharding_constraint(x, activation_spec(*dims))
+    spec = activation_spec(*dims)
+    x = jax.lax.with_sharding_constraint(x, spec)
+    if (observations := _watched.get()) is not None:
+        note = partial(Observation, dims, x.shape, x.dtype.name, spec)
+        # Without a gradient: the primitive that looks has no derivative.
+        jax.debug.inspect_array_sharding(
+            jax.lax.stop_gradient(x), callback=lambda got: observations.append(note(got))
+        )
+    return x
 
 
 def run_per_shard(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:

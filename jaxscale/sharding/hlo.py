@@ -233,3 +233,11 @@ def _evaluate(program: Program, scope: _Scope, name: str) -> _Value | None:
             if left and right and left.carried is None and sign == 1:
                 return _Value(left.offset + right.offset, right.carried)
     return None
+
+
+def read_shapes(hlo_type: str) -> list[tuple[int, ...]]:
+    """The shapes in an HLO type in order, such as `(f32[4,8]{1,0}, u32[])`."""
+    return [
+        tuple(int(size) for size in re.findall(r"\d+", dims))
+        for dims in re.findall(r"\b[a-z]\w*\[([\d,<=]*)\]", hlo_type)
+    ]

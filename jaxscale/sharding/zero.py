@@ -1,36 +1,59 @@
 """ZeRO stages as placements (Rajbhandari 2020): one algorithm, four layouts.
 
-| stage | optimizer state | gradient accumulators | parameters |
-|-------|-----------------|-----------------------|------------|
-| 0     | whole           | whole                 | whole      |
-| 1     | over `fsdp`     | whole                 | whole      |
-| 2     | over `fsdp`     | over `fsdp`           | whole      |
-| 3     | over `fsdp`     | over `fsdp`           | over `fsdp`|
+| stage | kept parameters and optimizer state | gradient accumulators | weights in use                       |
+|-------|-------------------------------------|-----------------------|--------------------------------------|
+| 0     | whole                               | whole                 | whole                                |
+| 1     | over `fsdp`, `data`, `expert`       | whole                 | whole, gathered once a step          |
+| 2     | over `fsdp`, `data`, `expert`       | over `fsdp`           | whole, gathered once a step          |
+| 3     | over `fsdp`, `data`, `expert`       | over `fsdp`           | over `fsdp`, gathered layer by layer |
 
-"Whole" is on `fsdp` alone: `tensor`, `expert` and `pipe` shard a leaf in every stage.
+The parameters that a run keeps are the optimizer's: ZeRO's fp32 master weights. The *weights in use* are
+their copy in the compute format, made once a step, gathered after the cast. With `keep_gathered`, stage 3
+gathers them once a step too. "Whole" is on the ZeRO axes alone: what a strategy lays over `tensor`, or
+experts over `expert`, stays so in every stage. What a rule or a strategy replicates by name is never laid.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxscale.mesh import BATCH_AXES
-from jaxscale.sharding.rules import PARAMETER_STRATEGY, Axes, Rules, make_specs
+from jaxscale.sharding.rules import (
+    PARAMETER_STRATEGY,
+    Axes,
+    Leaf,
+    Rules,
+    iterate_leaves,
+    lay_leaves,
+    raise_problems,
+)
 
 ZERO_AXIS = "fsdp"
+STATE_AXES = ("data", "expert")  # join `fsdp` for what the optimizer keeps
 
 
 @dataclass(frozen=True)
 class Layouts:
-    """Where the trees of a run lie: three trees of `NamedSharding`, shaped like the parameters."""
+    """Where the trees of a run lie: trees of `NamedSharding`, shaped like the parameters."""
 
+    leaves: Mapping[str, Leaf]
+    """The rule behind each parameter, by path."""
     params: Any
+    """Parameters as the run keeps them."""
+    weights: Any
+    """Weights in use during a step."""
     gradients: Any
-    moments: Any
-    mesh: Mesh
+    """Gradient accumulators."""
+    mesh: Mesh | AbstractMesh
+
+    @property
+    def moments(self) -> Any:
+        """Optimizer state that is shaped like its parameter lies like it."""
+        return self.params
 
     @property
     def replicated(self) -> NamedSharding:
@@ -40,8 +63,8 @@ class Layouts:
     def reduction_axes(self) -> Axes:
         """Batch axes, larger than 1, over which no gradient is laid.
 
-        The step is manual over them, so that gradients are reduced over them once, after the microbatches.
-        Axes of size 1 stay out: reducing over one beside automatic axes dies in XLA's partitioner.
+        Gradients are reduced over them once, after the microbatches. Axes of size 1 stay out: reducing over
+        one beside automatic axes dies in XLA's partitioner.
         """
         laid = {axis for sharding in jax.tree.leaves(self.gradients) for axis in spec_axes(sharding.spec)}
         return tuple(axis for axis in BATCH_AXES if self.mesh.shape[axis] > 1 and axis not in laid)
@@ -53,9 +76,15 @@ def spec_axes(spec: PartitionSpec) -> Axes:
 
 
 def plan_layouts(
-    shapes: Any, rules: Rules, mesh: Mesh, stage: int, strategy: Mapping[str, Axes] = PARAMETER_STRATEGY
+    shapes: Any,
+    rules: Rules,
+    mesh: Mesh | AbstractMesh,
+    stage: int,
+    strategy: Mapping[str, Axes] = PARAMETER_STRATEGY,
+    *,
+    keep_gathered: bool = False,
 ) -> Layouts:
-    """Lays parameters, gradient accumulators and optimizer moments by rules and ZeRO stage.
+    """Lays parameters, weights in use and gradient accumulators by rules and ZeRO stage.
 
     Args:
       shapes: parameters as nested dicts of `ShapeDtypeStruct`.
@@ -63,21 +92,67 @@ def plan_layouts(
     Raises:
       UserError: the rules do not fit the parameters or the mesh; every problem is listed.
     """
-    full = make_specs(shapes, rules, dict(mesh.shape), strategy)
-    whole = {path: _without_axis(spec, ZERO_AXIS) for path, spec in full.items()}
+    leaves, problems = lay_leaves(shapes, rules, dict(mesh.shape), strategy)
+    raise_problems(problems)
+    return lay_stages(leaves, shapes, mesh, stage, keep_gathered=keep_gathered)
 
-    def shard(sharded: bool) -> Any:
-        specs = full if sharded else whole
-        return jax.tree_util.tree_map_with_path(
-            lambda path, _: NamedSharding(
-                mesh, specs[jax.tree_util.keystr(path, simple=True, separator="/")]
-            ),
-            shapes,
-        )
+
+def lay_stages(
+    leaves: Mapping[str, Leaf], shapes: Any, mesh: Mesh | AbstractMesh, stage: int, *, keep_gathered: bool
+) -> Layouts:
+    """The layouts of a ZeRO stage, from leaves whose full specs are known to be legal."""
+    structure = jax.tree.structure(shapes)
+    paths = [path for path, _ in iterate_leaves(shapes)]
+
+    def lay(choose: Callable[[Leaf], PartitionSpec]) -> Any:
+        return jax.tree.unflatten(structure, [NamedSharding(mesh, choose(leaves[path])) for path in paths])
+
+    def whole(leaf: Leaf) -> PartitionSpec:
+        return _without_axis(leaf.spec, ZERO_AXIS)
+
+    def over_fsdp(leaf: Leaf) -> PartitionSpec:
+        return leaf.spec
+
+    gradient = over_fsdp if stage >= 2 else whole
+
+    def over_all(leaf: Leaf) -> PartitionSpec:
+        return _spread(leaf, gradient(leaf), mesh.shape)
 
     return Layouts(
-        params=shard(stage >= 3), gradients=shard(stage >= 2), moments=shard(stage >= 1), mesh=mesh
+        leaves=leaves,
+        params=lay(over_all if stage >= 1 else whole),
+        weights=lay(over_fsdp if stage >= 3 and not keep_gathered else whole),
+        gradients=lay(gradient),
+        mesh=mesh,
     )
+
+
+def _spread(leaf: Leaf, gradient: PartitionSpec, axis_sizes: Mapping[str, int]) -> PartitionSpec:
+    """A leaf's full layout with `data` and `expert` added where the size divides: beside `fsdp` if it can be,
+    else on another dim that is laid, but for layers, which `pipe` alone takes apart.
+
+    On a dim, the axes that the gradient lies over come first, so that each device's part lies within the
+    gradient that it holds; the others follow in the order of the mesh, so that XLA sees one reduce-scatter.
+    """
+    entries = [_entry_axes(entry) for entry in leaf.spec]
+    for axis in STATE_AXES:
+        if axis in spec_axes(leaf.spec):
+            continue
+        dims = sorted(
+            (dim for dim, axes in enumerate(entries) if axes and "pipe" not in axes),
+            key=lambda dim: ZERO_AXIS not in entries[dim],
+        )
+        for dim in dims:
+            axes = (*entries[dim], axis)
+            if leaf.shape[dim] % math.prod(axis_sizes[each] for each in axes) == 0:
+                entries[dim] = axes
+                break
+    kept = [_entry_axes(entry) for entry in gradient]
+    ordered = [
+        (*first, *sorted(set(axes) - set(first), key=list(axis_sizes).index))
+        for axes, first in zip(entries, kept, strict=True)
+    ]
+    return PartitionSpec(*(axes or None for axes in ordered))
 
 
 def _without_axis(spec: PartitionSpec, dropped: str) -> PartitionSpec:

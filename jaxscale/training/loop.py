@@ -1,7 +1,7 @@
 """The training loop, in chapters: open, compile, continue, step, finish."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,9 +12,10 @@ import jax
 
 from jaxscale.checkpoint import Checkpoints
 from jaxscale.config import Config, UserError
-from jaxscale.data.dataset import Data
+from jaxscale.data.dataset import Data, find_vocab
 from jaxscale.data.loader import BatchLoader, evaluation_batches
 from jaxscale.metrics import Console, EvalRecord, JsonlSink, SilentConsole, Sinks, StepRecord, TensorBoardSink
+from jaxscale.models.model import Model
 from jaxscale.training.run_dir import RunDir, check_run_dir, open_run_data, write_config
 from jaxscale.training.setup import Compiled, Setup, find_mesh, make_key, make_setup
 from jaxscale.training.state import TrainState
@@ -42,26 +43,34 @@ class Result:
 
 
 def train(
-    config: Config, console: Console | None = None, *, is_stop_requested: Callable[[], bool] = lambda: False
+    config: Config,
+    console: Console | None = None,
+    *,
+    model: Model | None = None,
+    devices: Sequence[jax.Device] | None = None,
+    is_stop_requested: Callable[[], bool] = lambda: False,
 ) -> Result:
     """Runs a configuration to its end, from wherever its run directory left off.
 
     Args:
+      model: one that comes from Python; otherwise the configuration says which.
+      devices: those of the mesh; None: all.
       is_stop_requested: asked after each step; once true the run is saved and ends as `STOPPED`.
 
     Raises:
       UserError: whatever the user can mend, before the first compile.
     """
     console = console if console is not None and jax.process_index() == 0 else SilentConsole()
-    config, mesh = find_mesh(config)
+    config, mesh = find_mesh(config, devices)
     run_dir = check_run_dir(config)
+    setup = make_setup(config, mesh, find_vocab(config, run_dir.tokenizer), model)
     data = open_run_data(config, run_dir)
+    assert data.vocab == setup.vocab, "the tokenizer's size is known before its corpus"
     if config.eval.every_steps and not len(data.validation):
         raise UserError(
             f"eval.every_steps={config.eval.every_steps} but data.validation_fraction=0 leaves nothing to "
             "evaluate on; hold some text out, or set eval.every_steps=0"
         )
-    setup = make_setup(config, mesh, data.vocab)
     if jax.process_index() == 0:
         write_config(run_dir, config)
         data.tokenizer.save(run_dir.tokenizer)

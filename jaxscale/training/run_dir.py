@@ -87,7 +87,7 @@ def open_run_data(config: Config, run_dir: RunDir) -> Data:
         config.data,
         length=config.batch.length,
         seed=config.seed,
-        vocab=config.model.vocab,
+        vocab=config.model.vocab if config.model else None,
         tokenizer_dir=run_dir.tokenizer,
         sequences=config.batch.sequences,
     )

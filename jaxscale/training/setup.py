@@ -1,7 +1,8 @@
 """From a configuration to everything a run needs, each check before the first compile."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -10,11 +11,18 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from jaxscale.config import Config, UserError
+from jaxscale.config import Config, ModelConfig, PythonModelConfig, UserError
 from jaxscale.mesh import BATCH_AXES, make_mesh, resolve_mesh
-from jaxscale.models.build import Model, build_decoder, shape_decoder
+from jaxscale.models.adapters import check_losses
+from jaxscale.models.build import build_decoder, complete_shape, find_contradictions
 from jaxscale.models.decoder import DecoderShape
-from jaxscale.sharding.zero import Layouts, plan_layouts
+from jaxscale.models.model import Model
+from jaxscale.models.python_file import load_model
+from jaxscale.sharding.activations import use_strategy
+from jaxscale.sharding.rules import PARAMETER_STRATEGY, REPLICATED, Axes, lay_leaves, raise_problems
+from jaxscale.sharding.zero import Layouts, lay_stages
+from jaxscale.training.gradients import make_key
+from jaxscale.training.layout_check import check_constraints, check_layouts
 from jaxscale.training.optimizer import make_optimizer
 from jaxscale.training.state import TrainState, describe_state, init_state, lay_state
 from jaxscale.training.step import describe_batch, make_evaluation, make_step
@@ -28,7 +36,9 @@ class Setup:
 
     config: Config
     mesh: Mesh
-    shape: DecoderShape
+    shape: DecoderShape | None
+    """Of a decoder; None for a model of one's own."""
+    vocab: int
     model: Model
     layouts: Layouts
     optimizer: optax.GradientTransformation
@@ -46,29 +56,51 @@ class Setup:
     def abstract_state(self) -> TrainState:
         return describe_state(self.model, self.optimizer, self.shardings)
 
+    @property
+    def strategy(self) -> Mapping[str, Axes]:
+        """Dim name -> mesh axes: the configuration's over the usual ones."""
+        return find_strategy(self.config)
+
+    @contextmanager
+    def ambient(self) -> Iterator[None]:
+        """The mesh and the strategy that programs are traced under."""
+        with jax.set_mesh(self.mesh), use_strategy(self.strategy):
+            yield
+
     def compile_init(self) -> Compiled:
         """PRNG key -> `TrainState`, each leaf made where it lies, never first on one device."""
         init = jax.jit(lambda key: init_state(self.model, self.optimizer, key), out_shardings=self.shardings)
         # It runs once: on CPU, LLVM at full effort takes three times as long and gains nothing.
         options: Any = {"xla_backend_optimization_level": 1} if self.platform == "cpu" else None
-        with jax.set_mesh(self.mesh):
+        with self.ambient():
             return init.lower(make_key(self.config.seed)).compile(compiler_options=options)
 
-    def compile_step(self) -> Compiled:
-        """(state, batch) -> (state, metrics), the state donated."""
+    def compile_step(self, *, with_gradients: bool = False) -> Compiled:
+        """(state, batch) -> (state, metrics), the state donated; optionally the gradients (`make_step`).
+
+        Raises:
+          UserError: a layout that was asked for cannot be had, or is not what the compiler made.
+        """
+        outputs: tuple = (self.shardings, self.layouts.replicated)
         step = jax.jit(
-            make_step(self.model, self.optimizer, self.layouts, self.config),
-            out_shardings=(self.shardings, self.layouts.replicated),
+            make_step(self.model, self.optimizer, self.layouts, self.config, with_gradients=with_gradients),
+            out_shardings=(*outputs, self.layouts.moments) if with_gradients else outputs,
             donate_argnums=0,
         )
-        with jax.set_mesh(self.mesh):
-            return step.lower(self.abstract_state, describe_batch(self.config, self.layouts)).compile()
+        with self.ambient():
+            traced = step.trace(self.abstract_state, describe_batch(self.config, self.layouts))
+            check_constraints(traced.jaxpr)
+            compiled = traced.lower().compile()
+        check_layouts(compiled, self.abstract_state, self.layouts, self.config)
+        return compiled
 
     def compile_evaluation(self) -> Compiled:
         """(parameters, batch of one microbatch) -> (sum of losses, sum of weights)."""
-        evaluate = jax.jit(make_evaluation(self.model, self.config), out_shardings=self.layouts.replicated)
+        evaluate = jax.jit(
+            make_evaluation(self.model, self.layouts, self.config), out_shardings=self.layouts.replicated
+        )
         batch = describe_batch(self.evaluation_config, self.layouts)
-        with jax.set_mesh(self.mesh):
+        with self.ambient():
             return evaluate.lower(self.abstract_state.params, batch).compile()
 
     @cached_property
@@ -79,56 +111,74 @@ class Setup:
         return replace(self.config, batch=replace(batch, sequences=rows, microbatches=1))
 
 
-def make_key(seed: int) -> jax.Array:
-    """The run's PRNG key. threefry draws the same numbers on every mesh, which the faster rbg does not."""
-    return jax.random.key(seed, impl="threefry2x32")
-
-
-def find_mesh(config: Config) -> tuple[Config, Mesh]:
-    """The mesh over all devices, and the configuration with its sizes filled in.
+def find_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> tuple[Config, Mesh]:
+    """The mesh over all devices (or those given), and the configuration with its sizes filled in.
 
     Raises:
-      UserError: the mesh does not fit the devices, or the batch does not fit the mesh.
+      UserError: the mesh does not fit the devices.
     """
-    resolved = resolve_mesh(config.mesh, jax.device_count())
-    mesh = make_mesh(resolved)
-    _check_batch(config, mesh)
-    return replace(config, mesh=resolved), mesh
+    resolved = resolve_mesh(config.mesh, jax.device_count() if devices is None else len(devices))
+    return replace(config, mesh=resolved), make_mesh(resolved, devices)
 
 
-def make_setup(config: Config, mesh: Mesh, vocab: int) -> Setup:
+def find_strategy(config: Config) -> Mapping[str, Axes]:
+    """Dim name -> mesh axes: the configuration's over the usual ones."""
+    return {**PARAMETER_STRATEGY, **{dim: axes or REPLICATED for dim, axes in config.strategy.items()}}
+
+
+def make_setup(config: Config, mesh: Mesh, vocab: int, model: Model | None = None) -> Setup:
     """Builds the model for a mesh and lays it out; nothing is allocated or compiled.
 
+    Args:
+      model: one that comes from Python; otherwise the configuration says which.
+
     Raises:
-      UserError: sizes contradict each other or do not divide over the mesh.
+      UserError: batch, sizes, rules or strategy do not fit each other or the mesh; every problem is listed.
     """
-    platform = mesh.devices.flat[0].platform
-    shape = shape_decoder(config, vocab=vocab, platform=platform)
-    model = build_decoder(shape)
-    layouts = plan_layouts(model.shapes, model.rules, mesh, config.zero.stage)
-    return Setup(config, mesh, shape, model, layouts, make_optimizer(config.optimizer, config.precision))
+    problems = find_batch_problems(config, mesh)
+    shape: DecoderShape | None = None
+    if model is not None:
+        check_losses(model, length=config.batch.length)
+    elif isinstance(config.model, PythonModelConfig):
+        model = load_model(config.model, vocab=vocab, length=config.batch.length)
+    elif isinstance(config.model, ModelConfig):
+        problems += find_contradictions(config)
+        shape = complete_shape(config, vocab=vocab, platform=mesh.devices.flat[0].platform)
+        model = build_decoder(shape)
+    else:
+        raise UserError("model: is required and has no value; give a decoder's shape, or `file` of your own")
+    leaves, rule_problems = lay_leaves(model.shapes, model.rules, dict(mesh.shape), find_strategy(config))
+    raise_problems(problems + rule_problems)
+    layouts = lay_stages(
+        leaves, model.shapes, mesh, config.zero.stage, keep_gathered=config.zero.keep_gathered
+    )
+    optimizer = make_optimizer(config.optimizer, config.precision, leaves)
+    return Setup(config, mesh, shape, vocab, model, layouts, optimizer)
 
 
-def _check_batch(config: Config, mesh: Mesh) -> None:
-    batch = config.batch
+def find_batch_problems(config: Config, mesh: Mesh) -> list[str]:
+    """What keeps a batch from being cut into microbatches and laid over the mesh."""
+    batch, problems = config.batch, []
     if config.steps * batch.sequences >= 2**32:
-        raise UserError(
+        problems.append(
             f"steps={config.steps} of batch.sequences={batch.sequences} are "
             f"{config.steps * batch.sequences} sequences, and a run counts up to {2**32 - 1}; "
             "make batch.length longer or the run shorter"
         )
     if batch.sequences % batch.microbatches:
-        raise UserError(
+        problems.append(
             f"batch.sequences={batch.sequences} does not divide by batch.microbatches={batch.microbatches}; "
             f"the nearest multiple is {-(-batch.sequences // batch.microbatches) * batch.microbatches}"
         )
+        return problems
     rows = batch.sequences // batch.microbatches
     axes = [axis for axis in BATCH_AXES if mesh.shape[axis] > 1]
     ways = math.prod(mesh.shape[axis] for axis in axes)
     if rows % ways:
         shown = " × ".join(f"mesh.{axis}={mesh.shape[axis]}" for axis in axes)
-        raise UserError(
+        problems.append(
             f"a microbatch of {rows} sequences (batch.sequences={batch.sequences} / "
             f"batch.microbatches={batch.microbatches}) does not divide over {shown}; make batch.sequences a "
             f"multiple of {ways * batch.microbatches}, or lower batch.microbatches"
         )
+    return problems

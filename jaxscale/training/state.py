@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxscale.models.build import Model
+from jaxscale.models.model import Model
 from jaxscale.sharding.zero import Layouts
-from jaxscale.training.optimizer import lay_optimizer
+from jaxscale.training.optimizer_layout import lay_optimizer
 
 
 @jax.tree_util.register_dataclass
@@ -18,7 +18,7 @@ class TrainState:
     """Everything that decides the next step; counters are uint32 scalars."""
 
     params: Any
-    """Nested dicts of arrays."""
+    """Nested dicts of arrays, as the optimizer keeps them."""
     moments: Any
     """State of the optax optimizer."""
     updates: jax.Array

@@ -1,8 +1,7 @@
-"""The step: microbatches in a scan, one reduction over `data`, one update.
+"""The step: weights for use, gradient sums over microbatches, one update.
 
-An outer region is manual over the axes that gradients are reduced over once a step (`data`, and whichever
-batch axes no gradient lies over); `fsdp` and `tensor` stay automatic inside it, so the compiler overlaps
-their traffic with the matmuls. Left to plain `jit`, XLA reduces over `data` per layer and microbatch.
+Parameters are kept as the optimizer's; once a step they are cast to the compute format and laid out for use
+(`jaxscale.sharding.zero`). How gradients are summed stands in `jaxscale.training.gradients`.
 """
 
 from collections.abc import Callable
@@ -17,15 +16,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.config import Config
 from jaxscale.mesh import BATCH_AXES
-from jaxscale.models.build import Batch, Model, Params
-from jaxscale.numerics.policy import DTYPES, matmul_precision
-from jaxscale.sharding.zero import Layouts, spec_axes
+from jaxscale.models.model import Batch, Model, Params
+from jaxscale.numerics.policy import DTYPES, compute_dtype, matmul_precision
+from jaxscale.sharding.rules import iterate_leaves
+from jaxscale.sharding.zero import Layouts
+from jaxscale.training.gradients import make_gradient_sums
 from jaxscale.training.optimizer import clip_gradients
 from jaxscale.training.schedule import learning_rate
 from jaxscale.training.state import TrainState
 
 Metrics = dict[str, jax.Array]
-Sums = tuple[jax.Array, jax.Array, Params]  # loss sum, weight sum, gradient sums
+UNCAST_DIMS = {"norm", "replicated"}  # leaves with one of them keep their format
 
 BATCH_DTYPES = {
     "tokens": jnp.int32,
@@ -52,30 +53,49 @@ def describe_batch(config: Config, layouts: Layouts) -> dict[str, jax.ShapeDtype
     }
 
 
+def make_weights(params: Params, layouts: Layouts, dtype: jnp.dtype) -> Params:
+    """The weights in use: cast while they lie in shards, then gathered as far as the ZeRO stage says."""
+    cast = [
+        leaf if set(layouts.leaves[path].dims) & UNCAST_DIMS else leaf.astype(dtype)
+        for path, leaf in iterate_leaves(params)
+    ]
+    return _lay(jax.tree.unflatten(jax.tree.structure(params), cast), layouts.weights)
+
+
 def make_step(
-    model: Model, optimizer: optax.GradientTransformation, layouts: Layouts, config: Config
-) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    layouts: Layouts,
+    config: Config,
+    *,
+    with_gradients: bool = False,
+) -> Callable[[TrainState, Batch], tuple]:
     """The function of one step, to be compiled once with the state donated.
 
     Loss and gradients are sums over tokens, divided once by the weight of the whole step. A step with no
     counted token, or whose loss or gradient norm is not finite, changes nothing but the data position and the
     counts of skips.
+
+    Returns:
+      (state, batch) -> (state, metrics); `with_gradients` adds the gradients of the mean loss, not clipped.
     """
-    sum_gradients = make_gradient_sums(model, layouts, DTYPES[config.precision.accumulate])
+    sum_gradients = make_gradient_sums(model, layouts, DTYPES[config.precision.accumulate], config.seed)
     update = _make_update(optimizer, layouts, config)
 
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def step(state: TrainState, batch: Batch) -> tuple:
         with matmul_precision(config.precision):
-            loss_sum, weight_sum, gradient_sums = sum_gradients(state.params, batch)
+            weights = make_weights(state.params, layouts, compute_dtype(config.precision))
+            numbers = _number_sequences(state, config, layouts)
+            loss_sum, weight_sum, gradient_sums = sum_gradients(weights, {**batch, "sequences": numbers})
         weight = jnp.maximum(weight_sum, 1.0)
-        # The optimizer works in the layout of its moments; below ZeRO stage 2 this is where each device
-        # takes its part of the reduced gradient.
+        # The optimizer works in the layout of its state: where that is finer than the accumulators', this is
+        # where each device takes its part of the reduced gradient.
         gradients = jax.tree.map(lambda g: g / weight, _lay(gradient_sums, layouts.moments))
-        gradients, norm = clip_gradients(gradients, config.optimizer.clip_norm)
+        clipped, norm = clip_gradients(gradients, config.optimizer.clip_norm)
         loss, rate = loss_sum / weight, _find_rate(state, config)
         good = jnp.isfinite(loss) & jnp.isfinite(norm) & (weight_sum > 0)
         # A branch, not a selection of every element: the state left alone costs nothing, and less memory.
-        state = lax.cond(good, update, _count_skip, state, gradients, rate)
+        state = lax.cond(good, update, _count_skip, state, clipped, rate)
         state = replace(state, sequences=state.sequences + _sequences(config))
         metrics = {
             "loss": loss,
@@ -85,7 +105,7 @@ def make_step(
             "skipped": ~good,
             "skips_in_row": state.skips_in_row,
         }
-        return state, metrics
+        return (state, metrics, gradients) if with_gradients else (state, metrics)
 
     return step
 
@@ -95,9 +115,8 @@ def _make_update(
 ) -> Callable[[TrainState, Params, jax.Array], TrainState]:
     def update(state: TrainState, gradients: Params, rate: jax.Array) -> TrainState:
         """The state after one update, data position aside."""
-        params = _lay(state.params, layouts.moments)
-        updates, moments = optimizer.update(gradients, state.moments, params)
-        params = jax.tree.map(lambda p, u: (p - rate * u).astype(p.dtype), params, updates)
+        updates, moments = optimizer.update(gradients, state.moments, state.params)
+        params = jax.tree.map(lambda p, u: (p - rate * u).astype(p.dtype), state.params, updates)
         return replace(
             state,
             params=_lay(params, layouts.params),
@@ -127,63 +146,25 @@ def _sequences(config: Config) -> jax.Array:
     return jnp.uint32(config.batch.sequences)
 
 
-def make_gradient_sums(model: Model, layouts: Layouts, dtype: jnp.dtype) -> Callable[[Params, Batch], Sums]:
-    """Sums of losses, weights and gradients over a whole step's batch [M, B, T], reduced once, in fp32.
-
-    Args:
-      dtype: of the accumulators.
-    """
-    manual = layouts.reduction_axes
-
-    def sum_microbatch(params: Params, microbatch: Batch) -> Sums:
-        (loss, weight), gradients = jax.value_and_grad(model.sum_losses, has_aux=True)(params, microbatch)
-        return loss, weight, _lay_inside(jax.tree.map(lambda g: g.astype(dtype), gradients), layouts)
-
-    def accumulate(params: Params, batch: Batch) -> Sums:
-        params = model.cast(params)
-        if next(iter(batch.values())).shape[0] == 1:  # no accumulator beside the one gradient
-            sums = sum_microbatch(params, jax.tree.map(lambda a: a[0], batch))
-        else:
-
-            def add(carry: Sums, microbatch: Batch) -> tuple[Sums, None]:
-                return jax.tree.map(jnp.add, carry, sum_microbatch(params, microbatch)), None
-
-            zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, dtype), params)
-            start = (jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32), _lay_inside(zeros, layouts))
-            sums, _ = lax.scan(add, start, batch)
-        sums = jax.tree.map(lambda a: a.astype(jnp.float32), sums)
-        return lax.psum(sums, manual) if manual else sums
-
-    if not manual:
-        return accumulate
-    return jax.shard_map(
-        accumulate,
-        mesh=layouts.mesh,
-        in_specs=(PartitionSpec(), PartitionSpec(None, manual)),
-        out_specs=PartitionSpec(),
-        axis_names=set(manual),
-        check_vma=False,
+def _number_sequences(state: TrainState, config: Config, layouts: Layouts) -> jax.Array:
+    """The number in the run of each sequence of the step [microbatches, sequences a microbatch], uint32."""
+    batch = config.batch
+    numbers = state.sequences + jnp.arange(batch.sequences, dtype=jnp.uint32)
+    return lax.with_sharding_constraint(
+        numbers.reshape(batch.microbatches, batch.sequences // batch.microbatches), batch_sharding(layouts)
     )
 
 
-def make_evaluation(model: Model, config: Config) -> Callable[[Params, Batch], tuple]:
-    """Sum of losses and of weights over one batch [B, T] of evaluation."""
+def make_evaluation(model: Model, layouts: Layouts, config: Config) -> Callable[[Params, Batch], tuple]:
+    """Sum of losses and of weights over one batch [1, B, T] of evaluation."""
 
     def evaluate(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
         with matmul_precision(config.precision):
-            return model.sum_losses(params, jax.tree.map(lambda a: a[0], batch))
+            weights = make_weights(params, layouts, compute_dtype(config.precision))
+            return model.sum_losses(weights, jax.tree.map(lambda a: a[0], batch), None)
 
     return evaluate
 
 
 def _lay(tree: Params, shardings: Any) -> Params:
     return jax.tree.map(lax.with_sharding_constraint, tree, shardings)
-
-
-def _lay_inside(tree: Params, layouts: Layouts) -> Params:
-    """Pins accumulators to the gradients' layout from inside the region, where it has no manual axis."""
-
-    def pin(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
-        return lax.with_sharding_constraint(leaf, sharding.spec) if spec_axes(sharding.spec) else leaf
-
-    return jax.tree.map(pin, tree, layouts.gradients)

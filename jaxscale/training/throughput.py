@@ -1,7 +1,6 @@
 """Model FLOPs of a run against the peak of its devices."""
 
-from jaxscale.metrics import model_flops_per_token, model_flops_utilisation
-from jaxscale.sharding.rules import iterate_leaves
+from jaxscale.metrics import model_flops_utilisation
 from jaxscale.training.setup import Setup
 
 
@@ -10,20 +9,13 @@ class Throughput:
 
     def __init__(self, setup: Setup):
         self._setup = setup
-        shape = setup.shape
-        matmuls = sum(
-            leaf.size for path, leaf in iterate_leaves(setup.model.shapes) if path.endswith("/kernel")
-        )
-        self._flops_per_token = model_flops_per_token(
-            matmuls + shape.vocab * shape.embed,
-            shape.layers,
-            shape.heads,
-            shape.head,
-            setup.config.batch.length,
-        )
+        count_flops = setup.model.flops_per_token
+        self._flops_per_token = count_flops(setup.config.batch.length) if count_flops else None
 
     def utilisation(self, tokens_per_second: float) -> float | None:
-        """MFU by the convention of `jaxscale.metrics.flops`; None where no peak is known."""
+        """MFU by the convention of `jaxscale.metrics.flops`; None where FLOPs or peak are not known."""
+        if self._flops_per_token is None:
+            return None
         devices = self._setup.mesh.devices
         return model_flops_utilisation(
             tokens_per_second,

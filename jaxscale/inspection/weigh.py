@@ -1,0 +1,103 @@
+"""Bytes of each parameter on a device, from shapes and layouts alone."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxscale.config import PrecisionConfig
+from jaxscale.inspection.report import LeafReport, StateBytes
+from jaxscale.numerics.policy import DTYPES, compute_dtype
+from jaxscale.sharding.rules import Axes, Leaf, iterate_leaves
+from jaxscale.sharding.zero import Layouts, spec_axes
+from jaxscale.training.optimizer_layout import StateLeaf
+from jaxscale.training.step import UNCAST_DIMS
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one device has of one array."""
+
+    bytes: int
+    whole_on: Axes
+    """Mesh axes larger than 1 on which every device has the same part, in mesh order."""
+    copies: int
+    """Devices that have the same part: the product of those axes."""
+
+
+def measure_part(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Part:
+    """The part of an array on one device; the largest one where a dim does not divide."""
+    sizes = sharding.mesh.shape
+    ways = [math.prod(sizes[axis] for axis in axes) for axes in dim_axes(sharding.spec, len(shape))]
+    elements = math.prod(-(-size // way) for size, way in zip(shape, ways, strict=True))
+    laid = spec_axes(sharding.spec)
+    whole_on = tuple(axis for axis, size in sizes.items() if size > 1 and axis not in laid)
+    return Part(elements * jnp.dtype(dtype).itemsize, whole_on, math.prod(sizes[axis] for axis in whole_on))
+
+
+def dim_axes(spec: PartitionSpec, rank: int) -> list[Axes]:
+    """Mesh axes of each dim of an array; a `PartitionSpec` may be shorter than the array's rank."""
+    entries = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
+    return [*entries, *[()] * (rank - len(entries))]
+
+
+def weigh_leaves(
+    layouts: Layouts, optimizer_leaves: Sequence[StateLeaf], precision: PrecisionConfig
+) -> tuple[tuple[LeafReport, ...], int]:
+    """(a report for each parameter in tree order, bytes of optimizer state that belongs to no parameter)."""
+    moments: dict[str | None, list[Part]] = {}
+    for leaf in optimizer_leaves:
+        moments.setdefault(leaf.parameter, []).append(measure_part(leaf.shape, leaf.dtype, leaf.sharding))
+    kept, weights, gradients = (
+        dict(iterate_leaves(tree)) for tree in (layouts.params, layouts.weights, layouts.gradients)
+    )
+    reports = tuple(
+        _weigh_leaf(leaf, kept[path], weights[path], gradients[path], moments.get(path, []), precision)
+        for path, leaf in layouts.leaves.items()
+    )
+    return reports, sum(part.bytes for part in moments.get(None, []))
+
+
+def _weigh_leaf(
+    leaf: Leaf,
+    kept: NamedSharding,
+    weight: NamedSharding,
+    gradient: NamedSharding,
+    moments: list[Part],
+    precision: PrecisionConfig,
+) -> LeafReport:
+    in_compute = leaf.dtype if UNCAST_DIMS.intersection(leaf.dims) else compute_dtype(precision)
+    is_master = in_compute != leaf.dtype or not weight.is_equivalent_to(kept, len(leaf.shape))
+    parts = {
+        "parameters": [measure_part(leaf.shape, in_compute, weight)],
+        "gradients": [measure_part(leaf.shape, DTYPES[precision.accumulate], gradient)],
+        "optimizer": [*([measure_part(leaf.shape, leaf.dtype, kept)] if is_master else []), *moments],
+    }
+    return LeafReport(
+        path=leaf.path,
+        shape=leaf.shape,
+        dtype=leaf.dtype.name,
+        dims=tuple(
+            (dim, tuple(axis for axis in axes if kept.mesh.shape[axis] > 1))
+            for dim, axes in zip(leaf.dims, dim_axes(kept.spec, len(leaf.shape)), strict=True)
+        ),
+        rule=leaf.rule,
+        kept_whole_on=measure_part(leaf.shape, leaf.dtype, kept).whole_on,
+        bytes_per_device=StateBytes(
+            **{kind: sum(part.bytes for part in some) for kind, some in parts.items()}
+        ),
+        whole_on={kind: _join_axes(some, kept.mesh.shape) for kind, some in parts.items()},
+        replication=StateBytes(**{kind: _count_copies(some) for kind, some in parts.items()}),
+    )
+
+
+def _join_axes(parts: Iterable[Part], axis_sizes: Mapping[str, int]) -> Axes:
+    named = {axis for part in parts for axis in part.whole_on}
+    return tuple(axis for axis in axis_sizes if axis in named)
+
+
+def _count_copies(parts: Iterable[Part]) -> int:
+    return sum(part.bytes - part.bytes // part.copies for part in parts)

@@ -1,0 +1,137 @@
+"""Sums of gradients over the microbatches of a step, reduced over the batch axes once.
+
+Gradients lie over `fsdp` from ZeRO stage 2 on; over every other batch axis they wait, unreduced, for the end
+of the step. Left to plain `jit`, XLA reduces them per layer and microbatch. There are two ways to make them
+wait (`Model.reduction`):
+
+*region*: a `shard_map` that is manual over the reduction axes, the rest automatic inside it. For models
+whose gathers stand in inner regions of their own: XLA's compilers die on one that they have to partition
+inside a manual region.
+
+*groups*: a `vmap` over the shards of the batch. Each has gradients of its own, in arrays with one more dim
+that lies over the reduction axes; their sum over that dim is the reduction. For any model.
+"""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxscale.mesh import BATCH_AXES
+from jaxscale.models.model import Batch, Model, Params
+from jaxscale.numerics.policy import widen
+from jaxscale.sharding.zero import Layouts, spec_axes
+
+Sums = tuple[jax.Array, jax.Array, Params]  # loss sum, weight sum, gradient sums
+SumMicrobatch = Callable[[Params, Batch], Sums]
+
+
+def make_key(seed: int) -> jax.Array:
+    """The run's PRNG key. threefry draws the same numbers on every mesh, which the faster rbg does not."""
+    return jax.random.key(seed, impl="threefry2x32")
+
+
+def make_gradient_sums(model: Model, layouts: Layouts, dtype: jnp.dtype, seed: int) -> SumMicrobatch:
+    """Sums of losses, weights and gradients over a whole step's batch [M, B, T], reduced once, in fp32.
+
+    The function takes weights in use and a batch whose `sequences` number its sequences in the run.
+
+    Args:
+      dtype: of the accumulators.
+    """
+
+    def sum_microbatch(weights: Params, microbatch: Batch) -> Sums:
+        arrays = dict(microbatch)
+        keys_B = jax.vmap(lambda number: jax.random.fold_in(make_key(seed), number))(arrays.pop("sequences"))
+        sum_losses = jax.value_and_grad(model.sum_losses, has_aux=True)
+        (loss, weight), gradients = sum_losses(weights, arrays, keys_B)
+        return loss.astype(widen(dtype)), weight.astype(widen(dtype)), gradients
+
+    if not layouts.reduction_axes:
+        return _scan_microbatches(sum_microbatch, layouts, dtype, groups=())
+    if model.reduction == "region":
+        return _reduce_in_region(sum_microbatch, layouts, dtype)
+    return _reduce_groups(sum_microbatch, layouts, dtype)
+
+
+def _reduce_in_region(sum_microbatch: SumMicrobatch, layouts: Layouts, dtype: jnp.dtype) -> SumMicrobatch:
+    manual = layouts.reduction_axes
+    accumulate = _scan_microbatches(sum_microbatch, layouts, dtype, groups=())
+
+    def accumulate_and_reduce(weights: Params, batch: Batch) -> Sums:
+        return lax.psum(accumulate(weights, batch), manual)
+
+    return jax.shard_map(
+        accumulate_and_reduce,
+        mesh=layouts.mesh,
+        in_specs=(PartitionSpec(), PartitionSpec(None, manual)),
+        out_specs=PartitionSpec(),
+        axis_names=set(manual),
+        check_vma=False,
+    )
+
+
+def _reduce_groups(sum_microbatch: SumMicrobatch, layouts: Layouts, dtype: jnp.dtype) -> SumMicrobatch:
+    groups = layouts.reduction_axes
+    sum_group = jax.vmap(sum_microbatch, in_axes=(None, 0), spmd_axis_name=groups)
+    accumulate = _scan_microbatches(sum_group, layouts, dtype, groups=groups)
+
+    def accumulate_and_reduce(weights: Params, batch: Batch) -> Sums:
+        grouped = {name: _group_sequences(array, layouts) for name, array in batch.items()}
+        return jax.tree.map(lambda sums: sums.sum(0), accumulate(weights, grouped))
+
+    return accumulate_and_reduce
+
+
+def _group_sequences(array: jax.Array, layouts: Layouts) -> jax.Array:
+    """[M, B, ...] as [M, G, B/G, ...]: the sequences by their place on the reduction axes, nothing moved."""
+    sizes = {axis: layouts.mesh.shape[axis] for axis in BATCH_AXES if layouts.mesh.shape[axis] > 1}
+    groups = layouts.reduction_axes
+    others = tuple(axis for axis in sizes if axis not in groups)
+    microbatches, rows, *rest = array.shape
+    split = array.reshape(microbatches, *sizes.values(), rows // math.prod(sizes.values()), *rest)
+    order = [1 + list(sizes).index(axis) for axis in groups + others]
+    split = split.transpose(0, *order, *range(1 + len(sizes), split.ndim))
+    grouped = split.reshape(microbatches, math.prod(sizes[axis] for axis in groups), -1, *rest)
+    spec = PartitionSpec(None, groups, others or None)
+    return lax.with_sharding_constraint(grouped, NamedSharding(layouts.mesh, spec))
+
+
+def _scan_microbatches(
+    sum_microbatch: SumMicrobatch, layouts: Layouts, dtype: jnp.dtype, *, groups: tuple[str, ...]
+) -> SumMicrobatch:
+    """Sums over the leading dim of the batch, in accumulators of `dtype`; the sums come in fp32 at least."""
+
+    def visit(weights: Params, microbatch: Batch) -> Sums:
+        loss, weight, gradients = sum_microbatch(weights, microbatch)
+        return loss, weight, _pin(jax.tree.map(lambda g: g.astype(dtype), gradients), layouts, groups)
+
+    def accumulate(weights: Params, batch: Batch) -> Sums:
+        first = jax.tree.map(lambda a: a[0], batch)
+        if next(iter(batch.values())).shape[0] == 1:  # no accumulator beside the one gradient
+            sums = visit(weights, first)
+        else:
+
+            def add(carry: Sums, microbatch: Batch) -> tuple[Sums, None]:
+                return jax.tree.map(jnp.add, carry, visit(weights, microbatch)), None
+
+            like = jax.eval_shape(sum_microbatch, weights, first)
+            loss, weight, gradients = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
+            zeros = jax.tree.map(lambda g: g.astype(dtype), gradients)
+            sums, _ = lax.scan(add, (loss, weight, _pin(zeros, layouts, groups)), batch)
+        return jax.tree.map(lambda a: a.astype(widen(a.dtype)), sums)
+
+    return accumulate
+
+
+def _pin(tree: Params, layouts: Layouts, groups: tuple[str, ...]) -> Params:
+    """Pins accumulators to the gradients' layout, of which no axis is manual; groups are a first dim more."""
+
+    def pin(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
+        spec = PartitionSpec(groups, *sharding.spec) if groups else sharding.spec
+        return lax.with_sharding_constraint(leaf, spec) if spec_axes(spec) else leaf
+
+    return jax.tree.map(pin, tree, layouts.gradients)

@@ -1,0 +1,144 @@
+"""What was asked of the compiler against what it made: layouts never differ without a word.
+
+Before the compile every sharding constraint of the traced program is checked: JAX drops one that does not
+divide, and the array is then whole on every device. After it, the local shapes of the state and of the
+gradient accumulators are read from the compiled program. How each constrained activation was laid is asked
+of the compiler by `jaxscale inspect` and `jaxscale verify` (`watch_constraints`).
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.sharding import NamedSharding
+
+from jaxscale.config import Config, UserError
+from jaxscale.sharding.hlo import Instruction, Program, count_trips, read_shapes
+from jaxscale.sharding.rules import iterate_leaves
+from jaxscale.sharding.zero import Layouts
+
+
+def check_constraints(program: ClosedJaxpr) -> None:
+    """Refuses a sharding constraint, of ours or of a user's model, whose array does not divide.
+
+    Raises:
+      UserError: lists each such constraint with its array, axes, place in the source and bytes.
+    """
+    problems = []
+    for equation in _iterate_equations(program.jaxpr):
+        sharding = equation.params.get("sharding")
+        if equation.primitive.name != "sharding_constraint" or not isinstance(sharding, NamedSharding):
+            continue
+        aval = equation.invars[0].aval
+        for dim, entry in enumerate(sharding.spec):
+            axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
+            ways = math.prod(sharding.mesh.shape[axis] for axis in axes)
+            if aval.shape[dim] % ways:
+                shown = " × ".join(f"{axis}={sharding.mesh.shape[axis]}" for axis in axes)
+                size_bytes = aval.size * aval.dtype.itemsize
+                problems.append(
+                    f"{aval.str_short()} at {_find_place(equation)}: dim {dim} of size {aval.shape[dim]} "
+                    f"does not divide by {shown}; every device would hold all {size_bytes:,} bytes. Make it "
+                    f"a multiple of {ways}, or constrain it over fewer axes"
+                )
+    if problems:
+        listed = "\n  ".join(dict.fromkeys(problems))
+        raise UserError(f"JAX would drop these sharding constraints without a word\n  {listed}")
+
+
+def check_layouts(compiled: Any, state: Any, layouts: Layouts, config: Config) -> None:
+    """Compares parameters, optimizer state and gradient accumulators with the compiled step.
+
+    Args:
+      compiled: the compiled step; its first outputs are the state.
+      state: the state as `ShapeDtypeStruct`s with shardings.
+
+    Raises:
+      UserError: lists what lies otherwise than asked, with the bytes a device that it takes.
+    """
+    text = compiled.as_text()
+    problems = [*_compare_state(text, state), *_compare_accumulators(text, layouts, config)]
+    if problems:
+        raise UserError(
+            "the compiler laid these arrays otherwise than asked (nothing was run)\n  "
+            + "\n  ".join(problems)
+            + "\n  lay them over other axes (strategy, zero.stage); if that does not help, it is a fault of "
+            "ours or of XLA: please report it with the configuration"
+        )
+
+
+def _iterate_equations(jaxpr: Jaxpr) -> Iterator[Any]:
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda x: isinstance(x, ClosedJaxpr | Jaxpr)
+        ):
+            if isinstance(value, ClosedJaxpr):
+                yield from _iterate_equations(value.jaxpr)
+            elif isinstance(value, Jaxpr):
+                yield from _iterate_equations(value)
+
+
+def _find_place(equation: Any) -> str:
+    frames = equation.source_info.traceback
+    frame = next((f for f in frames.frames if "/site-packages/" not in f.file_name), None) if frames else None
+    return f"{frame.file_name}:{frame.line_num}" if frame else "an unknown place"
+
+
+def _compare_state(text: str, state: Any) -> Iterator[str]:
+    shapes = read_shapes(text[: text.find("\n")].rpartition("->")[2])
+    for (path, leaf), local in zip(_iterate_state(state), shapes, strict=False):
+        asked = leaf.sharding.shard_shape(leaf.shape)
+        if local != asked:
+            yield _describe(path, leaf.shape, asked, local, leaf.dtype.itemsize)
+
+
+def _compare_accumulators(text: str, layouts: Layouts, config: Config) -> Iterator[str]:
+    if config.batch.microbatches == 1:
+        return
+    program = Program(text)
+    loop = _find_microbatch_loop(program, config.batch.microbatches)
+    if loop is None:  # unrolled: there are no accumulators, only sums
+        return
+    held = Counter(_drop_ones(shape) for shape in read_shapes(loop.type))
+    for path, sharding in iterate_leaves(layouts.gradients):
+        shape = layouts.leaves[path].shape
+        asked = sharding.shard_shape(shape)
+        held[_drop_ones(asked)] -= 1
+        if held[_drop_ones(asked)] < 0:
+            yield (
+                f"accumulator of {path} {shape}: {asked} a device was asked, "
+                f"{4 * math.prod(asked):,} bytes, and the loop over microbatches holds no such array"
+            )
+
+
+def _find_microbatch_loop(program: Program, trips: int) -> Instruction | None:
+    """The loop of the entry with so many trips that carries most."""
+    loops = [
+        instruction
+        for instruction in program.instructions(program.entry)
+        if instruction.opcode == "while" and count_trips(program, program.entry, instruction) == trips
+    ]
+    return max(loops, key=lambda loop: len(loop.type), default=None)
+
+
+def _iterate_state(state: Any) -> Iterator[tuple[str, Any]]:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        yield jax.tree_util.keystr(path, simple=True, separator="/"), leaf
+
+
+def _drop_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Compilers add and remove dims of size 1."""
+    return tuple(size for size in shape if size != 1)
+
+
+def _describe(
+    path: str, shape: tuple[int, ...], asked: tuple[int, ...], got: tuple[int, ...], itemsize: int
+) -> str:
+    return (
+        f"{path} {shape}: {asked} a device was asked, {math.prod(asked) * itemsize:,} bytes; the compiled "
+        f"step has {got}, {math.prod(got) * itemsize:,} bytes"
+    )

@@ -1,0 +1,230 @@
+"""The reference, plain formulas on one device, and what a case of the real step did.
+
+The reference shares the model's loss, the optimizer's formula and the schedule with the step, and nothing
+else: no mesh, no microbatches, no step code. So a fault that is the same on every mesh is found too.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxscale.numerics.policy import matmul_precision
+from jaxscale.sharding.rules import iterate_leaves
+from jaxscale.training.gradients import make_key
+from jaxscale.training.schedule import learning_rate
+from jaxscale.training.setup import Compiled, Setup
+from jaxscale.training.state import TrainState
+from jaxscale.training.step import batch_sharding
+from jaxscale.verify.batches import Arrays
+
+STEPS = 3
+DISTURBANCE = 0.02  # standard deviation
+COMPARED_STEPS = (1, 3)  # whose gradients are compared, leaf by leaf
+
+Leaves = dict[str, np.ndarray]  # by path
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What three steps did; `gradients` by step (from 1), those of the mean loss before clipping."""
+
+    losses: np.ndarray
+    grad_norms: np.ndarray
+    counted_tokens: np.ndarray
+    gradients: dict[int, Leaves]
+    initial: Leaves
+    params: Leaves
+    moments: Leaves
+    problems: tuple[str, ...] = ()
+    """Layouts and counters that are not as they should be."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Makes the trace that every case has to repeat."""
+
+    setup: Setup
+    """On one device, stage 0, one microbatch, no remat."""
+    batches: list[Arrays]
+    step: Callable[..., tuple]
+    initial: Any
+
+    def trace(self, clip_norm: float | None) -> Trace:
+        params, moments = self._start()
+        history, gradients = [], {}
+        for number, batch in enumerate(self.batches, 1):
+            limit = np.inf if clip_norm is None else clip_norm
+            rate = find_rate(self.setup, number)
+            params, moments, figures, gradient = self.step(params, moments, batch, number, rate, limit)
+            history.append([float(figure) for figure in figures])
+            gradients[number] = collect(gradient)
+        losses, norms, counted = np.array(history).T
+        return Trace(
+            losses, norms, counted, gradients, collect(self.initial), collect(params), collect(moments)
+        )
+
+    def _start(self) -> tuple[Any, Any]:
+        """Parameters and optimizer state before the first step."""
+        return disturb(self.initial), jax.jit(self.setup.optimizer.init)(self.initial)
+
+    def find_mask_problem(self) -> str | None:
+        """A label that the mask takes out must not matter."""
+        batch = self.batches[0]
+        other = {**batch, "labels": np.where(batch["weights"] > 0, batch["labels"], batch["tokens"])}
+        results = [self.step(*self._start(), each, 1, jnp.float32(0), np.inf) for each in (batch, other)]
+        (loss, *_), (other_loss, *_) = (result[2] for result in results)
+        if float(loss) == float(other_loss):
+            return None
+        return (
+            f"the loss changes from {float(loss):.9g} to {float(other_loss):.9g} when labels of weight 0 "
+            "change: the model's loss reads labels that batch['weights'] takes out"
+        )
+
+
+def find_rate(setup: Setup, step: int) -> jax.Array:
+    """Learning rate of step `step`, counted from 1."""
+    config = setup.config
+    tokens_a_step = config.batch.sequences * config.batch.length
+    tokens = jnp.float32(step * config.batch.sequences) * config.batch.length
+    return jnp.float32(learning_rate(tokens, config.steps * tokens_a_step, config.optimizer))
+
+
+def make_reference(setup: Setup, batches: list[Arrays]) -> Reference:
+    """Compiles nothing yet but the initialiser, whose very weights the reference starts from."""
+    state = setup.compile_init()(make_key(setup.config.seed))
+    initial = jax.tree.map(np.asarray, state.params)
+    return Reference(setup, batches, jax.jit(make_plain_step(setup)), initial)
+
+
+def make_plain_step(setup: Setup) -> Callable[..., tuple]:
+    """A step as a textbook has it: gradient of a quotient of sums, clipped, given to the optimizer."""
+    config, model, optimizer = setup.config, setup.model, setup.optimizer
+
+    def step(params: Any, moments: Any, batch: Any, number: Any, rate: Any, limit: Any) -> tuple:
+        first = jnp.uint32(config.batch.sequences) * (jnp.asarray(number, jnp.uint32) - 1)
+        numbers = first + jnp.arange(config.batch.sequences, dtype=jnp.uint32)
+        keys_B = jax.vmap(lambda each: jax.random.fold_in(make_key(config.seed), each))(numbers)
+        with matmul_precision(config.precision):
+            sum_losses = jax.value_and_grad(model.sum_losses, has_aux=True)
+            (loss_sum, weight), gradient_sums = sum_losses(params, batch, keys_B)
+        gradients = jax.tree.map(lambda g: g / weight, gradient_sums)
+        norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(gradients)))
+        clipped = jax.tree.map(lambda g: g * jnp.minimum(1.0, limit / norm), gradients)
+        updates, moments = optimizer.update(clipped, moments, params)
+        params = jax.tree.map(lambda p, u: p - rate * u, params, updates)
+        return params, moments, (loss_sum / weight, norm, weight), gradients
+
+    return step
+
+
+def trace_case(setup: Setup, batches: list[Arrays], init: Compiled) -> Trace:
+    """Runs the programs that `train` compiles; `init` is `setup.compile_init()`.
+
+    Raises:
+      UserError: a layout that was asked for cannot be had, or is not what the compiler made.
+    """
+    state = init(make_key(setup.config.seed))
+    initial = collect(state.params)
+    state = replace(state, params=disturb(state.params))
+    step = setup.compile_step(with_gradients=True)
+    history, gradients, problems = [], {}, []
+    for number, arrays in enumerate(batches, 1):
+        state, metrics, gradient = step(state, place_batch(setup, arrays))
+        history.append([float(metrics[name]) for name in ("loss", "grad_norm", "counted_tokens")])
+        gradients[number] = collect(gradient)
+        if number in COMPARED_STEPS:
+            problems += [f"after step {number}, {problem}" for problem in find_misplaced(setup, state)]
+    problems += _find_wrong_counts(setup, state)
+    losses, norms, counted = np.array(history).T
+    return Trace(
+        losses,
+        norms,
+        counted,
+        gradients,
+        initial,
+        collect(state.params),
+        collect(state.moments),
+        tuple(problems),
+    )
+
+
+def disturb(params: Any) -> Any:
+    """Moves leaves that start as one number everywhere (zeros, ones) a little, alike on every mesh.
+
+    While a bias or the last projection of a block is zero, much else is zero with it, and no fault shows.
+    """
+
+    def move(path: str, leaf: Any) -> Any:
+        values = np.asarray(leaf)
+        if not np.issubdtype(values.dtype, np.floating) or (values != values.flat[0]).any():
+            return leaf
+        rng = np.random.default_rng(list(path.encode()))
+        moved = values + (DISTURBANCE * rng.standard_normal(values.shape)).astype(values.dtype)
+        return jax.device_put(moved, leaf.sharding) if isinstance(leaf, jax.Array) else moved
+
+    leaves = [move(path, leaf) for path, leaf in iterate_leaves(params)]
+    return jax.tree.unflatten(jax.tree.structure(params), leaves)
+
+
+def place_batch(setup: Setup, arrays: Arrays) -> dict[str, jax.Array]:
+    """Arrays [sequences, length] as a step takes them."""
+    batch, sharding = setup.config.batch, batch_sharding(setup.layouts)
+    shape = (batch.microbatches, batch.sequences // batch.microbatches, batch.length)
+    return {name: jax.device_put(array.reshape(shape), sharding) for name, array in arrays.items()}
+
+
+def find_misplaced(setup: Setup, state: TrainState) -> list[str]:
+    """Leaves of parameters and optimizer state that do not lie as asked, or not like their parameter."""
+    asked = {"parameter": setup.layouts.params, "optimizer state": setup.shardings.moments}
+    problems = []
+    for kind, tree in (("parameter", state.params), ("optimizer state", state.moments)):
+        wanted = dict(iterate_leaves(asked[kind]))
+        problems += [
+            _word_misplaced(kind, path, leaf, wanted[path])
+            for path, leaf in iterate_leaves(tree)
+            if not leaf.sharding.is_equivalent_to(wanted[path], leaf.ndim)
+        ]
+    shapes = dict(iterate_leaves(setup.model.shapes))
+    layouts = dict(iterate_leaves(setup.layouts.params))
+    for path, leaf in iterate_leaves(state.moments):
+        owner = find_owner(path, shapes)
+        if owner is None or leaf.shape != shapes[owner].shape:
+            continue
+        if not leaf.sharding.is_equivalent_to(layouts[owner], leaf.ndim):
+            problems.append(_word_misplaced("optimizer state", path, leaf, layouts[owner]))
+    return list(dict.fromkeys(problems))
+
+
+def _word_misplaced(kind: str, path: str, leaf: jax.Array, wanted: Any) -> str:
+    held, meant = leaf.addressable_shards[0].data.nbytes, wanted.shard_shape(leaf.shape)
+    meant_bytes = int(np.prod(meant)) * leaf.dtype.itemsize
+    got = getattr(leaf.sharding, "spec", leaf.sharding)
+    return (
+        f"{kind} {path} lies as {got}, {held:,} bytes a device, in place of {wanted.spec}, "
+        f"{meant_bytes:,} bytes"
+    )
+
+
+def find_owner(path: str, params: Any) -> str | None:
+    """The parameter that a leaf of the optimizer state belongs to: the path ends with the parameter's."""
+    parts = path.split("/")
+    return next((tail for n in range(len(parts)) if (tail := "/".join(parts[n:])) in params), None)
+
+
+def _find_wrong_counts(setup: Setup, state: TrainState) -> list[str]:
+    sequences = STEPS * setup.config.batch.sequences
+    expected = {"updates": STEPS, "skips": 0, "sequences": sequences, "trained_sequences": sequences}
+    return [
+        f"the state counts {int(getattr(state, name))} {name} after {STEPS} steps, not {count}"
+        for name, count in expected.items()
+        if int(getattr(state, name)) != count
+    ]
+
+
+def collect(tree: Any) -> Leaves:
+    """Every leaf, whole, on the host."""
+    return {path: np.asarray(leaf) for path, leaf in iterate_leaves(tree)}
