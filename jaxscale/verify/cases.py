@@ -7,6 +7,7 @@ settings at once is rare (Kuhn 2004).
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -137,11 +138,19 @@ def _choose_microbatches(config: Config) -> tuple[tuple[int, ...], list[LeftOut]
 
 
 def _cover_pairs(product: list[Case]) -> Iterator[Case]:
-    """The first case that has the most pairs not seen yet, again and again until all are seen."""
+    """The case that has the most pairs not seen yet, again and again until all are seen; of cases as good the
+    one whose pairs were seen the least, so that settings take turns."""
+    seen: Counter[tuple] = Counter()
     missing = {pair for case in product for pair in _list_pairs(case)}
+
+    def rank(case: Case) -> tuple[int, int]:
+        pairs = _list_pairs(case)
+        return len(missing & pairs), -sum(seen[pair] for pair in pairs)
+
     while missing:
-        case = max(product, key=lambda case: len(missing & _list_pairs(case)))
+        case = max(product, key=rank)
         missing -= _list_pairs(case)
+        seen.update(_list_pairs(case))
         yield case
 
 

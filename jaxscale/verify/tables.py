@@ -73,13 +73,13 @@ def print_verification(verification: Verification, stream: TextIO) -> None:
     console = Console(file=stream, highlight=False)
     if not console.is_terminal:
         console = Console(file=stream, highlight=False, width=150)  # a log has no width of its own
-    table = Table(box=None, pad_edge=False, header_style="dim")
+    table = Table(box=None, pad_edge=False, header_style="dim", title="relative errors", title_justify="left")
     for name in ("mesh", "zero", "microbatches", "remat", "clip"):
         table.add_column(name, no_wrap=True)
     for name in ("loss", "norm", "gradient"):
-        table.add_column(f"{name} error", justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("worst leaf", overflow="fold")
-    table.add_column("parameter error", justify="right")
+    table.add_column("parameter", justify="right", no_wrap=True)
     table.add_column("ok", no_wrap=True)
     for result in verification.results:
         table.add_row(*_make_row(result), style=None if result.ok else "red")

@@ -1,0 +1,120 @@
+"""What the compiled step sends, against the closed forms, in elements a device and step.
+
+Over the simulated mesh the CPU compiler's habits are taken into account (`jaxscale.training.traffic`); for H100
+the figures are ZeRO's own: 2 Psi a step for stages 0 and 1, 2 Psi for stage 2 and 3 Psi for stage 3 with one
+microbatch, and what follows for several.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import pytest
+
+from jaxscale.config import Config, parse_config
+from jaxscale.inspection.traffic import NEGLIGIBLE, TOLERANCE, count_sent
+from jaxscale.mesh import make_mesh
+from jaxscale.sharding.collectives import read_collectives
+from jaxscale.training.setup import Setup, make_setup
+from jaxscale.training.traffic import expected_traffic
+from tests.chips import describe_gpu
+
+VOCAB = 1024
+MESHES: dict[str, dict[str, int]] = {
+    "fsdp8": {"fsdp": 8},
+    "data2_fsdp4": {"data": 2, "fsdp": 4},
+    "tensor8": {"tensor": 8},
+    "data2_fsdp2_tensor2": {"data": 2, "fsdp": 2, "tensor": 2},
+    "data2_fsdp2_expert2": {"data": 2, "fsdp": 2, "expert": 2},
+}
+Row = tuple[tuple[str, ...], str]
+
+
+def make_traffic_config(
+    mesh: Mapping[str, int], stage: int, microbatches: int, *, precision: str, **sections: Any
+) -> Config:
+    tree = {
+        "run_dir": "unused",
+        "steps": 1000,
+        "mesh": mesh,
+        "zero": {"stage": stage, **sections.pop("zero", {})},
+        "batch": {"sequences": 8 * microbatches, "microbatches": microbatches, "length": 128},
+        "model": {"family": "llama", "layers": 3, "embed": 256, "heads": 8, "head": 64, "mlp": 512},
+        "precision": precision,
+        **sections,
+    }
+    return parse_config(tree, origin="test")
+
+
+def measure_traffic(setup: Setup) -> Counter[Row]:
+    collectives = read_collectives(setup.compile_step().as_text(), setup.mesh)
+    sent: Counter[Row] = Counter()
+    for each in collectives:
+        assert each.trips is not None
+        if each.axes:
+            sent[each.axes, each.kind] += count_sent(each) * each.trips
+    return sent
+
+
+def expect_traffic(setup: Setup) -> Counter[Row]:
+    expected: Counter[Row] = Counter()
+    for row in expected_traffic(setup):
+        expected[row.axes, row.kind] += row.elements
+    return expected
+
+
+def check_traffic(setup: Setup) -> Counter[Row]:
+    """Every row of either side is within 5 % of the other; returns what was measured."""
+    sent, expected = measure_traffic(setup), expect_traffic(setup)
+    negligible = NEGLIGIBLE * sum(sent.values())
+    for row in sent | expected:
+        difference = abs(sent[row] - expected[row])
+        assert difference <= max(TOLERANCE * expected[row], negligible), (row, sent[row], expected[row])
+    return sent
+
+
+def make_cpu_setup(config: Config) -> Setup:
+    return make_setup(config, make_mesh(config.mesh), VOCAB)
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_each_axis_carries_what_the_closed_form_says(stage: int, microbatches: int) -> None:
+    mesh = MESHES["data2_fsdp2_tensor2"]
+    check_traffic(make_cpu_setup(make_traffic_config(mesh, stage, microbatches, precision="fp32")))
+
+
+@pytest.mark.parametrize("mesh", [name for name in MESHES if name != "data2_fsdp2_tensor2"])
+def test_every_mesh_carries_what_the_closed_form_says(mesh: str) -> None:
+    check_traffic(make_cpu_setup(make_traffic_config(MESHES[mesh], 3, 4, precision="fp32", remat="full")))
+
+
+def test_weights_that_are_kept_gathered_cross_fsdp_once_a_step() -> None:
+    config = make_traffic_config(MESHES["fsdp8"], 3, 4, precision="fp32", zero={"keep_gathered": True})
+    setup = make_cpu_setup(config)
+    sent = check_traffic(setup)
+    elements = sum(leaf.size for leaf in jax.tree.leaves(setup.model.shapes))
+    assert sent[("fsdp",), "all-gather"] == pytest.approx(elements, rel=0.01)
+    config = make_traffic_config(MESHES["fsdp8"], 3, 4, precision="fp32")
+    assert measure_traffic(make_cpu_setup(config))[("fsdp",), "all-gather"] > 3 * elements
+
+
+@pytest.mark.chips
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_h100_sends_what_zero_says(mesh: str, stage: int, microbatches: int) -> None:
+    config = make_traffic_config(MESHES[mesh], stage, microbatches, precision="bf16")
+    setup = make_setup(config, describe_gpu(8, **MESHES[mesh]), VOCAB)
+    sent = check_traffic(setup)
+    if mesh != "fsdp8":
+        return
+    elements = sum(leaf.size for leaf in jax.tree.leaves(setup.model.shapes))
+    gathered, scattered = sent[("fsdp",), "all-gather"], sent[("fsdp",), "reduce-scatter"]
+    if stage == 0:
+        assert sent[("fsdp",), "all-reduce"] == pytest.approx(2 * elements, rel=0.01)
+    if stage == 1:
+        assert gathered + scattered == pytest.approx(2 * elements, rel=0.01)
+    if stage == 2:
+        assert gathered == pytest.approx(elements, rel=0.01)
