@@ -30,6 +30,21 @@ batch: {sequences: 8, length: 16}
 model: {family: llama, layers: 1, embed: 16, heads: 4, kv_heads: 2, mlp: 32}
 data: {source: text, paths: [corpus.txt]}
 """
+MODEL = """\
+import jax.numpy as jnp
+import jaxscale as js
+
+
+def make_model(vocab, length, rule="table", pair=True):
+    def loss(params, batch, keys_B):
+        losses = params["table"][batch["tokens"]].sum(-1) * batch["weights"]
+        return (losses.sum(), batch["weights"].sum()) if pair else losses.mean()
+
+    def init(key):
+        return {"table": jnp.zeros((vocab, 16))}
+
+    return js.from_functions(init, loss, rules=js.Rules({rule: ("positions", "embed")}))
+"""
 EIGHT_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
 
 
@@ -99,6 +114,42 @@ CASES = {
         "model.head=4",
         said=("kv_heads=2", "mlp=30 does not divide by tensor=4", "28 and 32", "embed=17", "fsdp=2"),
     ),
+    "layers, batch, heads and rules at once": _train(
+        "mesh.data=3",
+        "mesh.tensor=4",
+        "model.kv_heads=3",
+        "strategy={mlp: tensr, hedas: tensor}",
+        said=(
+            "does not divide over mesh.data=3",
+            "model.heads=4 does not divide by model.kv_heads=3",
+            "kv_heads=3 does not divide by tensor=4",
+            "'tensr'",
+            "did you mean 'tensor'",
+            "hedas",
+        ),
+    ),
+    "two dims over one axis": _train(
+        "strategy={embed: tensor}", said=("embed", "mlp", "axis tensor", "layers/mlp/up/kernel")
+    ),
+    "replicated, but not by name": _train("strategy={mlp: []}", said=("strategy.mlp", "`replicated`")),
+    "model file that is not there": _train(
+        "model={file: modle.py}", said=("modle.py", "there is no file", "model.py")
+    ),
+    "factory that is not there": _train(
+        "model={file: model.py, factory: make_modle}", said=("make_modle", "did you mean make_model?")
+    ),
+    "rules that do not fit": _train(
+        "model={file: model.py, arguments: {rule: tabel}}",
+        said=("table (", "tabel", "no rule", "matches no parameter"),
+    ),
+    "loss without its pair": _train(
+        "model={file: model.py, arguments: {pair: false}}",
+        said=("model.py", "returned float32[]", "two scalars"),
+    ),
+    "inspect": Case(("inspect", "run.yaml", "mesh.tensor=4"), ("kv_heads=2 does not divide by tensor=4",)),
+    "picture into nowhere": Case(("inspect", "run.yaml", "--png", "nowhere/a.png"), ("no folder nowhere",)),
+    "verify": Case(("verify", "run.yaml", "model.kv_heads=3"), ("does not divide by model.kv_heads=3",)),
+    "devices to verify on": Case(("verify", "run.yaml", "--devices", "0"), ("--devices 0",)),
     "batch over data": _train(
         "mesh.data=3", said=("batch.sequences=8", "does not divide over mesh.data=3", "multiple of 3")
     ),
@@ -191,6 +242,7 @@ class Ending:
 def _make_files(folder: Path) -> None:
     (folder / "run.yaml").write_text(RUN, encoding="utf-8")
     (folder / "corpus.txt").write_text("All happy families are alike. " * 300, encoding="utf-8")
+    (folder / "model.py").write_text(MODEL, encoding="utf-8")
     (folder / "empty.txt").touch()
     (folder / "short.txt").write_text("too short", encoding="utf-8")
     (folder / "rows.jsonl").write_text(json.dumps({"content": "words"}) + "\n", encoding="utf-8")

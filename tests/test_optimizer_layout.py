@@ -1,4 +1,4 @@
-"""Every optimizer of optax gets a legal layout from its parameters, in place, the same after steps 1 and 10."""
+"""Every optimizer of optax gets a legal layout from its parameters, in place and for good."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -97,9 +97,7 @@ def test_layouts_are_the_same_after_steps_1_and_10_and_numbers_those_of_one_devi
         for number in range(1, 11):
             state, _ = step(state, make_batch(setup, number))
             if number in (1, 10):
-                for leaf, asked in zip(
-                    jax.tree.leaves(state), jax.tree.leaves(setup.shardings), strict=True
-                ):
+                for leaf, asked in zip(jax.tree.leaves(state), jax.tree.leaves(setup.shardings), strict=True):
                     assert leaf.sharding.is_equivalent_to(asked, leaf.ndim)
         return jax.tree.map(np.asarray, state.params)
 

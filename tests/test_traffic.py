@@ -1,7 +1,7 @@
 """What the compiled step sends, against the closed forms, in elements a device and step.
 
-Over the simulated mesh the CPU compiler's habits are taken into account (`jaxscale.training.traffic`); for H100
-the figures are ZeRO's own: 2 Psi a step for stages 0 and 1, 2 Psi for stage 2 and 3 Psi for stage 3 with one
+Over the simulated mesh the CPU compiler's habits are taken into account (`jaxscale.training.traffic`); for
+H100 the figures are ZeRO's own: 2 Psi a step for stages 0 to 2 and 3 Psi for stage 3 with one
 microbatch, and what follows for several.
 """
 

@@ -210,6 +210,11 @@ def _render_memory(inspection: Inspection) -> RenderableType:
         f"{unit.word(memory.peak)} {unit.name}; "
         "its temporaries hold the weights in the compute format and the accumulators"
     )
+    if inspection.platform == "cpu":
+        account += (
+            "; attention is XLA's plain one, which holds all scores of a layer: the kernels that TPUs and "
+            "GPUs get do not, and need far less"
+        )
     return Group(table, Text(account))
 
 

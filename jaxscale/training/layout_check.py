@@ -3,7 +3,7 @@
 Before the compile every sharding constraint of the traced program is checked: JAX drops one that does not
 divide, and the array is then whole on every device. After it, the local shapes of the state and of the
 gradient accumulators are read from the compiled program. How each constrained activation was laid is asked
-of the compiler by `jaxscale inspect` and `jaxscale verify` (`watch_constraints`).
+of the compiler by `jaxscale inspect` (`watch_constraints`).
 """
 
 import math

@@ -123,7 +123,9 @@ def _list_lines(verification: Verification) -> Iterator[str]:
     for each in verification.left_out:
         where = "" if each.mesh is None else name_mesh(each.mesh)
         count = "" if each.microbatches is None else f"{each.microbatches} microbatches"
-        yield f"left out {', '.join(filter(None, (where, count)))}: {each.reason}"
+        # What is indented lists the leaves, which `inspect` and JSON show.
+        reasons = [line for line in each.reason.splitlines() if not line.startswith(" ")]
+        yield f"left out {', '.join(filter(None, (where, count)))}: {'; '.join(reasons)}"
     failed = [result for result in verification.results if not result.ok]
     for result in failed[:MOST_REASONS]:
         yield f"FAILED {result.case.name}"

@@ -26,7 +26,7 @@ from jaxscale.verify.compare import (
     compare,
     find_rounding_leaves,
 )
-from jaxscale.verify.oracle import STEPS, Reference, Trace, find_rate, make_reference, trace_case
+from jaxscale.verify.oracle import DISTURBANCE, STEPS, Reference, Trace, find_rate, make_reference, trace_case
 from jaxscale.verify.precision import Fp64, allow_fp64, choose_precision, widen_model
 from jaxscale.verify.reduce import reduce_config
 
@@ -167,7 +167,7 @@ class Oracle:
         count = len(self.devices)
         cases, left_out = plan_cases(self.config, count, self._find_obstacle, whole_product=whole_product)
         if count > 1 and not any(case.device_count > 1 for case in cases):
-            reasons = dict.fromkeys(each.reason for each in left_out)
+            reasons = dict.fromkeys(each.reason.replace("\n", "\n  ") for each in left_out)
             raise UserError(f"no mesh of {count} devices fits this configuration\n  " + "\n  ".join(reasons))
         return cases, left_out
 
@@ -202,7 +202,7 @@ class Oracle:
         model = self.reference.setup.model
         _, problems = lay_leaves(model.shapes, model.rules, dict(laid.shape), find_strategy(config))
         problems += find_batch_problems(config, laid)
-        return "; ".join(problems) or None
+        return "\n".join(problems) or None
 
 
 def make_oracle(
@@ -292,6 +292,7 @@ def _prepare(config: Config, *, fp64: bool) -> tuple[Config, tuple[str, ...]]:
         f"the learning rate is that of a warm-up: {PEAK_LR:g} after {WARMUP_STEPS} steps, not "
         f"{config.optimizer.peak_lr:g} after {config.optimizer.warmup_tokens:,} tokens"
     )
+    notes.append(f"leaves that start as zeros or ones are moved by about {DISTURBANCE}, so that faults show")
     model = config.model
     if isinstance(model, ModelConfig) and model.attention not in ("auto", "xla"):
         notes.append(f"attention is xla: no CPU runs {model.attention}")
