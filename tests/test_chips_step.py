@@ -66,12 +66,18 @@ def test_step_compiles_for_eight_h100(family: str) -> None:
 
 
 def check_reduced_once(setup: Setup, collectives: list[Collective]) -> None:
-    """Gradients cross `data` once a step, outside the microbatch loop, in fp32."""
-    over_data = [each for each in collectives if "data" in each.axes and each.elements > 2]
+    """Over `data`, outside the microbatch loop, once a step: gradients in fp32, new weights in bf16."""
+    over_data = [each for each in collectives if "data" in each.axes and each.elements > 100]
     assert over_data
     assert {each.loop_depth for each in over_data} == {0}
-    for each in over_data:
-        assert set(each.dtypes) == {"f32"}, each
+    reductions = [each for each in over_data if each.kind in ("all-reduce", "reduce-scatter")]
+    gathers = [each for each in over_data if each not in reductions]
+    assert {each.kind for each in gathers} == {"all-gather"}
+    assert {dtype for each in reductions for dtype in each.dtypes} == {"f32"}
+    assert {dtype for each in gathers for dtype in each.dtypes} == {"bf16"}
     for each in over_data:
         print(each.kind, each.axes, each.elements, each.dtypes, each.name)
-    assert sum(each.elements for each in over_data) >= count_gradient_elements(setup)
+    reduced = sum(
+        each.elements * (each.group_size if each.kind == "reduce-scatter" else 1) for each in reductions
+    )
+    assert reduced >= count_gradient_elements(setup)

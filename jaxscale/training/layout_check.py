@@ -13,12 +13,12 @@ from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.config import Config, UserError
 from jaxscale.sharding.hlo import Instruction, Program, count_trips, read_shapes
 from jaxscale.sharding.rules import iterate_leaves
-from jaxscale.sharding.zero import Layouts
+from jaxscale.sharding.zero import Layouts, spec_axes
 
 
 def check_constraints(program: ClosedJaxpr) -> None:
@@ -33,17 +33,16 @@ def check_constraints(program: ClosedJaxpr) -> None:
         if equation.primitive.name != "sharding_constraint" or not isinstance(sharding, NamedSharding):
             continue
         aval = equation.invars[0].aval
-        for dim, entry in enumerate(sharding.spec):
-            axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
-            ways = math.prod(sharding.mesh.shape[axis] for axis in axes)
-            if aval.shape[dim] % ways:
-                shown = " × ".join(f"{axis}={sharding.mesh.shape[axis]}" for axis in axes)
-                size_bytes = aval.size * aval.dtype.itemsize
-                problems.append(
-                    f"{aval.str_short()} at {_find_place(equation)}: dim {dim} of size {aval.shape[dim]} "
-                    f"does not divide by {shown}; every device would hold all {size_bytes:,} bytes. Make it "
-                    f"a multiple of {ways}, or constrain it over fewer axes"
-                )
+        counts = [_count_shards(sharding, entry) for entry in sharding.spec]
+        bad = [dim for dim, count in enumerate(counts) if aval.shape[dim] % count]
+        parts = [count for dim, count in enumerate(counts) if dim not in bad]
+        size_bytes = aval.size * aval.dtype.itemsize // math.prod(parts)
+        for dim in bad:
+            problems.append(
+                f"{aval.str_short()} at {_find_place(equation)}: dim {dim} of size {aval.shape[dim]} does "
+                f"not divide by {_show_axes(sharding, sharding.spec[dim])}; a device would hold {size_bytes:,} "
+                f"bytes of it. Make it a multiple of {counts[dim]}, or constrain it over fewer axes"
+            )
     if problems:
         listed = "\n  ".join(dict.fromkeys(problems))
         raise UserError(f"JAX would drop these sharding constraints without a word\n  {listed}")
@@ -82,6 +81,14 @@ def _iterate_equations(jaxpr: Jaxpr) -> Iterator[Any]:
                 yield from _iterate_equations(value)
 
 
+def _count_shards(sharding: NamedSharding, entry: Any) -> int:
+    return math.prod(sharding.mesh.shape[axis] for axis in spec_axes(PartitionSpec(entry)))
+
+
+def _show_axes(sharding: NamedSharding, entry: Any) -> str:
+    return " × ".join(f"{axis}={sharding.mesh.shape[axis]}" for axis in spec_axes(PartitionSpec(entry)))
+
+
 def _find_place(equation: Any) -> str:
     frames = equation.source_info.traceback
     frame = next((f for f in frames.frames if "/site-packages/" not in f.file_name), None) if frames else None
@@ -103,7 +110,7 @@ def _compare_accumulators(text: str, layouts: Layouts, config: Config) -> Iterat
     loop = _find_microbatch_loop(program, config.batch.microbatches)
     if loop is None:  # unrolled: there are no accumulators, only sums
         return
-    held = Counter(_drop_ones(shape) for shape in read_shapes(loop.type))
+    held = Counter(_drop_ones(shape) for shape in _find_changing(program, loop))
     for path, sharding in iterate_leaves(layouts.gradients):
         shape = layouts.leaves[path].shape
         asked = sharding.shard_shape(shape)
@@ -123,6 +130,16 @@ def _find_microbatch_loop(program: Program, trips: int) -> Instruction | None:
         if instruction.opcode == "while" and count_trips(program, program.entry, instruction) == trips
     ]
     return max(loops, key=lambda loop: len(loop.type), default=None)
+
+
+def _find_changing(program: Program, loop: Instruction) -> Iterator[tuple[int, ...]]:
+    """Shapes of what the loop changes: weights, which it only reads, may have the shape of an accumulator."""
+    [body] = loop.called("body")
+    results = program.root(body).operands
+    for index, (name, shape) in enumerate(zip(results, read_shapes(loop.type), strict=True)):
+        result = program.instruction(body, name)
+        if result.opcode != "get-tuple-element" or f"index={index}" not in result.attributes.split(", "):
+            yield shape
 
 
 def _iterate_state(state: Any) -> Iterator[tuple[str, Any]]:

@@ -138,9 +138,11 @@ def make_setup(config: Config, mesh: Mesh, vocab: int, model: Model | None = Non
     problems = find_batch_problems(config, mesh)
     shape: DecoderShape | None = None
     if model is not None:
-        check_losses(model, length=config.batch.length)
+        with jax.set_mesh(mesh):
+            check_losses(model, length=config.batch.length)
     elif isinstance(config.model, PythonModelConfig):
-        model = load_model(config.model, vocab=vocab, length=config.batch.length)
+        with jax.set_mesh(mesh):
+            model = load_model(config.model, vocab=vocab, length=config.batch.length)
     elif isinstance(config.model, ModelConfig):
         problems += find_contradictions(config)
         shape = complete_shape(config, vocab=vocab, platform=mesh.devices.flat[0].platform)
