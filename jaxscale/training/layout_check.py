@@ -40,8 +40,9 @@ def check_constraints(program: ClosedJaxpr) -> None:
         for dim in bad:
             problems.append(
                 f"{aval.str_short()} at {_find_place(equation)}: dim {dim} of size {aval.shape[dim]} does "
-                f"not divide by {_show_axes(sharding, sharding.spec[dim])}; a device would hold {size_bytes:,} "
-                f"bytes of it. Make it a multiple of {counts[dim]}, or constrain it over fewer axes"
+                f"not divide by {_show_axes(sharding, sharding.spec[dim])}; a device would hold "
+                f"{size_bytes:,} bytes of it. Make it a multiple of {counts[dim]}, or constrain it over "
+                "fewer axes"
             )
     if problems:
         listed = "\n  ".join(dict.fromkeys(problems))
