@@ -33,10 +33,8 @@ Dims = Mapping[str, tuple[str, ...]]
 Loss = Callable[[Any, Batch, jax.Array | None], tuple[jax.Array, jax.Array]]
 Flops = Callable[[int], float]
 
-_EXAMPLE_TOKENS = (
-    1,
-    8,
-)  # [B, T] of the tokens that a Linen module is initialised with, unless told otherwise
+# [B, T] of the tokens that a Linen module is initialised with, unless told otherwise.
+_EXAMPLE_TOKENS = (1, 8)
 _NO_MESH = AbstractMesh((), ())
 
 
