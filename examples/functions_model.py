@@ -38,6 +38,7 @@ def rotate(x_BTNH, positions_BT):
 
 
 def run_layer(x_BTD, w, positions_BT, mask):
+    x_BTD = js.constrain(x_BTD, "batch", "length", "embed")
     h_BTD = normalise(x_BTD, w["attention_norm"])
     q_BTNH, k_BTNH, v_BTNH = (
         jnp.einsum("BTD,DNH->BTNH", h_BTD, w[name]) for name in ("query", "key", "value")

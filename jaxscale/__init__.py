@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from jaxscale.models.adapters import from_functions, from_linen, from_nnx
     from jaxscale.models.losses import token_cross_entropy
     from jaxscale.models.model import Model
+    from jaxscale.sharding.activations import constrain
     from jaxscale.sharding.rules import REPLICATED, Rules
     from jaxscale.trainer import Trainer
 
@@ -32,6 +33,7 @@ __all__ = [
     "Rules",
     "Trainer",
     "UserError",
+    "constrain",
     "from_functions",
     "from_linen",
     "from_nnx",
@@ -46,6 +48,7 @@ _HOMES = {
     "Model": "models.model",
     "Rules": "sharding.rules",
     "Trainer": "trainer",
+    "constrain": "sharding.activations",
     "from_functions": "models.adapters",
     "from_linen": "models.adapters",
     "from_nnx": "models.adapters",

@@ -92,3 +92,40 @@ def test_the_compiler_is_asked_how_it_laid_each_constrained_activation() -> None
     assert observed.is_as_asked
     assert observed.got.shard_shape(observed.shape) == (4, 4, 4)
     assert observed.dims == ("batch", "length", "mlp")
+
+
+def make_constrained_model(*dims: str) -> Model:
+    def init(key: jax.Array) -> Any:
+        return {"table": jnp.ones((64, 32))}
+
+    def loss(params: Any, batch: Any, _: Any) -> tuple[jax.Array, jax.Array]:
+        x_BTD = js.constrain(params["table"][batch["tokens"]], *dims)
+        return (x_BTD.sum(-1) * batch["weights"]).sum(), batch["weights"].sum()
+
+    return js.from_functions(init, loss, rules=js.Rules({"table": ("vocab", "embed")}))
+
+
+def test_a_model_of_ones_own_constrains_within_the_groups_of_its_batch() -> None:
+    config = make_config(mesh=MESH, batch={"microbatches": 2})
+    setup = make_setup(config, make_mesh(config.mesh), 64, make_constrained_model("batch", "length", "embed"))
+    with watch_constraints() as seen:
+        setup.compile_step()
+    assert seen
+    for observed in seen:
+        assert observed.is_as_asked
+        assert observed.dims == ("groups", "batch", "length", "embed")
+        assert observed.got.shard_shape(observed.shape) == (1, 4, 32, 32), "data=2 takes groups, fsdp=2 rows"
+
+
+@pytest.mark.parametrize(
+    ("dims", "said"),
+    [
+        (("batch", "length"), "names 2 dims"),
+        (("batch", "length", "embde"), "'embde' is not known"),
+        (("batch", "vocab", "length"), "vocab=31 .* does not divide by tensor=2"),
+    ],
+)
+def test_a_constraint_that_cannot_hold_is_an_error(dims: tuple[str, ...], said: str) -> None:
+    config = make_config(mesh=MESH, batch={"length": 31})
+    with pytest.raises(UserError, match=said):
+        make_setup(config, make_mesh(config.mesh), 64, make_constrained_model(*dims)).compile_step()

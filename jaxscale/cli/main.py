@@ -15,7 +15,7 @@ from jaxscale.config.errors import UserError
 
 # Each command is a module of this package with `add_arguments(parser)`, `run(args) -> exit code` and a
 # docstring. Modules import JAX and the rest only when they run, so that mistakes are answered at once.
-COMMANDS = ("train", "generate", "eval", "inspect", "verify")
+COMMANDS = ("train", "inspect", "verify", "generate", "eval")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,6 +14,7 @@ here, and JAX is not started: shapes come from `jax.eval_shape`.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -23,9 +24,10 @@ import jax
 import jax.numpy as jnp
 from flax import linen, nnx
 from flax.core import meta
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, get_abstract_mesh
 
 from jaxscale.config import UserError
+from jaxscale.mesh import BATCH_AXES
 from jaxscale.models.model import Batch, Model, Params
 from jaxscale.sharding.rules import Rules
 
@@ -191,16 +193,18 @@ def from_functions(
     return _make_model(init, loss, _name(loss), rules, flops_per_token)
 
 
-def check_losses(model: Model, *, length: int, sequences: int = 2) -> None:
+def check_losses(model: Model, *, length: int) -> None:
     """Traces the loss on a small batch, as in training and as in evaluation; nothing is compiled.
 
     Args:
       length: tokens a sequence, as the run will have them.
-      sequences: of the small batch.
 
     Raises:
       UserError: what the loss returns is no pair of scalars.
     """
+    # As few sequences as the ambient mesh can lay out, and never one, which broadcasts.
+    axis_sizes = get_abstract_mesh().shape
+    sequences = 2 * math.prod(axis_sizes.get(axis, 1) for axis in BATCH_AXES)
     shape = (sequences, length)
     names = ("tokens", "labels", "positions", "segments")
     batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in names}

@@ -17,10 +17,12 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding, get_abstract_mesh
 
+from jaxscale.config import UserError
 from jaxscale.mesh import BATCH_AXES
 from jaxscale.sharding.rules import PARAMETER_STRATEGY, Axes
 
 _strategy: ContextVar[Mapping[str, Axes]] = ContextVar("strategy", default=PARAMETER_STRATEGY)
+_taken: ContextVar[Axes] = ContextVar("taken", default=())
 _watched: ContextVar["list[Observation] | None"] = ContextVar("watched", default=None)
 
 
@@ -51,6 +53,16 @@ def use_strategy(strategy: Mapping[str, Axes]) -> Iterator[None]:
 
 
 @contextmanager
+def take_axes(axes: Axes) -> Iterator[None]:
+    """Within it, these axes are already split by an enclosing `vmap` and stay out of activations."""
+    token = _taken.set(axes)
+    try:
+        yield
+    finally:
+        _taken.reset(token)
+
+
+@contextmanager
 def watch_constraints() -> Iterator[list[Observation]]:
     """Programs traced and compiled within it report how the compiler laid each constrained activation.
 
@@ -67,9 +79,9 @@ def watch_constraints() -> Iterator[list[Observation]]:
 
 def automatic_axes() -> Axes:
     """Axes of the ambient mesh that the compiler still splits by itself, those of size 1 too."""
-    mesh = get_abstract_mesh()
+    mesh, taken = get_abstract_mesh(), _taken.get()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return tuple(name for name, kind in kinds if kind == AxisType.Auto)
+    return tuple(name for name, kind in kinds if kind == AxisType.Auto and name not in taken)
 
 
 def activation_axes(dim: str) -> Axes:
@@ -102,24 +114,68 @@ def activation_spec(*dims: str) -> PartitionSpec:
 
 
 def constrain(x: jax.Array, *dims: str) -> jax.Array:
-    """Pins the layout of an activation, one dim name for each of its dims; no effect on one device.
+    """Pins the layout of an activation, as `constrain(x_BTD, "batch", "length", "embed")`; free on one device.
 
-    A dim that does not divide would be replicated by the compiler without a word, so it is refused.
+    Args:
+      dims: a name for each dim of `x`: `batch`, `length`, or one of the strategy.
+
+    Raises:
+      UserError: another number of names than dims, an unknown name, or a dim that does not divide, which the
+        compiler would replicate without a word.
     """
+    if len(dims) != x.ndim:
+        raise UserError(f"constrain names {len(dims)} dims {dims} for an activation of shape {x.shape}")
     if not automatic_axes():
         return x
     for dim, size in zip(dims, x.shape, strict=True):
+        if dim not in {"batch", "length", *_strategy.get()}:
+            raise UserError(
+                f"constrain: dim {dim!r} is not known; dims are batch, length, {', '.join(_strategy.get())}. "
+                f"Give it axes in the configuration: `strategy: {{{dim}: tensor}}`"
+            )
         axes = activation_axes(dim)
-        assert size % count_shards(axes) == 0, f"{dim}={size} does not divide by {axes}: validation missed it"
+        if size % count_shards(axes):
+            shown = " × ".join(f"{axis}={get_abstract_mesh().shape[axis]}" for axis in axes)
+            raise UserError(
+                f"constrain: {dim}={size} of an activation {x.shape} does not divide by {shown}; make it a "
+                f"multiple of {count_shards(axes)}, or lay {dim} over fewer axes"
+            )
     spec = activation_spec(*dims)
     x = jax.lax.with_sharding_constraint(x, spec)
     if (observations := _watched.get()) is not None:
-        note = partial(Observation, dims, x.shape, x.dtype.name, spec)
+        note = partial(_observe, dims, x.shape, x.dtype.name, spec, _taken.get())
         # Without a gradient: the primitive that looks has no derivative.
         jax.debug.inspect_array_sharding(
             jax.lax.stop_gradient(x), callback=lambda got: observations.append(note(got))
         )
     return x
+
+
+def _observe(
+    dims: tuple[str, ...],
+    shape: tuple[int, ...],
+    dtype: str,
+    asked: PartitionSpec,
+    groups: Axes,
+    got: Sharding,
+) -> Observation:
+    """What the compiler made of a constraint; under a `vmap` over groups the array has one dim more."""
+    if not groups:
+        return Observation(dims, shape, dtype, asked, got)
+    assert isinstance(got, NamedSharding), got
+    entries = (*asked, *(None,) * (len(shape) - len(asked)))
+    count = math.prod(got.mesh.shape[axis] for axis in groups)
+    places = [
+        Observation(
+            (*dims[:place], "groups", *dims[place:]),
+            (*shape[:place], count, *shape[place:]),
+            dtype,
+            PartitionSpec(*entries[:place], groups, *entries[place:]),
+            got,
+        )
+        for place in range(len(shape) + 1)
+    ]
+    return next((each for each in places if each.is_as_asked), places[0])
 
 
 def run_per_shard(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:

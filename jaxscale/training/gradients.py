@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxscale.mesh import BATCH_AXES
 from jaxscale.models.model import Batch, Model, Params
 from jaxscale.numerics.policy import widen
+from jaxscale.sharding.activations import take_axes
 from jaxscale.sharding.zero import Layouts, spec_axes
 
 Sums = tuple[jax.Array, jax.Array, Params]  # loss sum, weight sum, gradient sums
@@ -76,7 +77,12 @@ def _reduce_in_region(sum_microbatch: SumMicrobatch, layouts: Layouts, dtype: jn
 
 def _reduce_groups(sum_microbatch: SumMicrobatch, layouts: Layouts, dtype: jnp.dtype) -> SumMicrobatch:
     groups = layouts.reduction_axes
-    sum_group = jax.vmap(sum_microbatch, in_axes=(None, 0), spmd_axis_name=groups)
+    vmapped = jax.vmap(sum_microbatch, in_axes=(None, 0), spmd_axis_name=groups)
+
+    def sum_group(weights: Params, microbatch: Batch) -> Sums:
+        with take_axes(groups):
+            return vmapped(weights, microbatch)
+
     accumulate = _scan_microbatches(sum_group, layouts, dtype, groups=groups)
 
     def accumulate_and_reduce(weights: Params, batch: Batch) -> Sums:
