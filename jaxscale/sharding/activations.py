@@ -114,7 +114,7 @@ def activation_spec(*dims: str) -> PartitionSpec:
 
 
 def constrain(x: jax.Array, *dims: str) -> jax.Array:
-    """Pins the layout of an activation, as `constrain(x_BTD, "batch", "length", "embed")`; free on one device.
+    """Pins the layout of an activation, as `constrain(x_BTD, "batch", "length", "embed")`; free on 1 device.
 
     Args:
       dims: a name for each dim of `x`: `batch`, `length`, or one of the strategy.
