@@ -16,8 +16,9 @@ from jaxscale.mesh import axis_sizes, make_mesh
 from jaxscale.models.build import build_decoder, shape_decoder, split_decoder
 from jaxscale.models.decoder import Tokens
 from jaxscale.models.rotary import make_rotation, rotate
+from jaxscale.numerics.draw import make_key
 from jaxscale.sharding.rules import iterate_leaves
-from jaxscale.training.setup import make_key, make_setup
+from jaxscale.training.setup import make_setup
 
 VOCAB, LENGTH, EPS = 130, 16, 1e-5
 

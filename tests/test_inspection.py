@@ -36,12 +36,11 @@ from jaxscale.mesh import AXES, axis_sizes
 from jaxscale.models.build import build_decoder, complete_shape
 from jaxscale.sharding.activations import Observation
 from jaxscale.sharding.rules import iterate_leaves
-from jaxscale.sharding.zero import plan_layouts
 from jaxscale.training.optimizer import make_optimizer
 from jaxscale.training.optimizer_layout import describe_optimizer
 from jaxscale.training.setup import Setup
 from jaxscale.training.traffic import ExpectedTraffic
-from tests.tiny import make_config, make_tiny_setup
+from tests.tiny import make_config, make_tiny_setup, plan_layouts
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}

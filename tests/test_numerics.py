@@ -7,8 +7,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.config import MeshConfig
 from jaxscale.mesh import make_mesh
-from jaxscale.numerics.draw import draw_normal
-from jaxscale.training.setup import make_key
+from jaxscale.numerics.draw import draw_normal, make_key
 
 
 @pytest.mark.smoke

@@ -10,10 +10,11 @@ import pytest
 
 from jaxscale.config import MeshConfig, OptimizerConfig, PrecisionConfig, parse_config
 from jaxscale.mesh import AXES, make_mesh
+from jaxscale.numerics.draw import make_key
 from jaxscale.sharding.rules import REPLICATED, iterate_leaves, lay_leaves
 from jaxscale.training.optimizer import clip_gradients, make_optimizer, mask_decay
 from jaxscale.training.optimizer_layout import lay_optimizer
-from jaxscale.training.setup import make_key, make_setup
+from jaxscale.training.setup import make_setup
 
 CONFIG = parse_config(
     {

@@ -11,9 +11,10 @@ import optax
 import pytest
 
 from jaxscale.config import UserError
+from jaxscale.numerics.draw import make_key
 from jaxscale.sharding.rules import iterate_leaves
 from jaxscale.training.optimizer_layout import describe_optimizer
-from jaxscale.training.setup import Setup, make_key
+from jaxscale.training.setup import Setup
 from tests.tiny import make_batch, make_config, make_tiny_setup, relative_errors
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}

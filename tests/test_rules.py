@@ -22,7 +22,8 @@ from jaxscale.sharding.rules import (
     lay_leaves,
     raise_problems,
 )
-from jaxscale.sharding.zero import Layouts, plan_layouts, spec_axes
+from jaxscale.sharding.zero import Layouts, spec_axes
+from tests.tiny import plan_layouts
 
 pytestmark = pytest.mark.smoke
 

@@ -17,7 +17,7 @@ from jaxscale.models.build import shape_decoder, split_decoder
 from jaxscale.models.decoder import Tokens
 from jaxscale.models.decoder_rules import decoder_rules
 from jaxscale.models.sampling import sample_tokens
-from jaxscale.sharding.zero import plan_layouts
+from tests.tiny import plan_layouts
 
 VOCAB, LENGTH, PROMPT = 130, 24, 9
 

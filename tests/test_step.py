@@ -9,9 +9,10 @@ import jax
 import numpy as np
 import pytest
 
+from jaxscale.numerics.draw import make_key
 from jaxscale.sharding.collectives import read_collectives
 from jaxscale.sharding.zero import spec_axes
-from jaxscale.training.setup import Compiled, Setup, make_key
+from jaxscale.training.setup import Compiled, Setup
 from jaxscale.training.state import TrainState
 from tests.tiny import make_batch, make_config, make_tiny_setup, place_batch, relative_errors, run_steps
 

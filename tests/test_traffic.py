@@ -13,7 +13,7 @@ import jax
 import pytest
 
 from jaxscale.config import Config, parse_config
-from jaxscale.inspection.traffic import NEGLIGIBLE, TOLERANCE, count_sent
+from jaxscale.inspection.traffic import NEGLIGIBLE, TOLERANCE, tabulate_traffic
 from jaxscale.mesh import make_mesh
 from jaxscale.sharding.collectives import read_collectives
 from jaxscale.training.setup import Setup, make_setup
@@ -50,10 +50,9 @@ def make_traffic_config(
 def measure_traffic(setup: Setup) -> Counter[Row]:
     collectives = read_collectives(setup.compile_step().as_text(), setup.mesh)
     sent: Counter[Row] = Counter()
-    for each in collectives:
-        assert each.trips is not None
-        if each.axes:
-            sent[each.axes, each.kind] += count_sent(each) * each.trips
+    for row in tabulate_traffic(collectives):
+        assert row.elements is not None
+        sent[row.axes, row.kind] = row.elements
     return sent
 
 

@@ -1,16 +1,19 @@
 """A tiny run for tests: configuration, batches with unequal masks, a few steps of the real compiled step."""
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxscale.config import Config, parse_config
-from jaxscale.mesh import axis_sizes, make_mesh, resolve_mesh
-from jaxscale.training.setup import Setup, make_key, make_setup
-from jaxscale.training.step import batch_sharding
+from jaxscale.mesh import count_asked, make_mesh, resolve_mesh
+from jaxscale.numerics.draw import make_key
+from jaxscale.sharding.rules import lay_leaves, raise_problems
+from jaxscale.sharding.zero import Layouts, lay_stages
+from jaxscale.training.setup import Setup, make_setup
+from jaxscale.verify.oracle import place_batch
 
 VOCAB = 257
 
@@ -45,7 +48,7 @@ def make_config(**sections: Any) -> Config:
 
 def make_tiny_setup(config: Config) -> Setup:
     """Lays a configuration on as many simulated devices as its mesh has."""
-    count = math.prod(axis_sizes(config.mesh).values())
+    count = count_asked(config.mesh)
     mesh = make_mesh(resolve_mesh(config.mesh, count), jax.devices()[:count])
     return make_setup(config, mesh, VOCAB)
 
@@ -70,12 +73,13 @@ def make_batch(setup: Setup, step: int) -> dict[str, jax.Array]:
     return place_batch(setup, arrays)
 
 
-def place_batch(setup: Setup, arrays: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-    """Arrays [sequences, length] as a step takes them."""
-    batch = setup.config.batch
-    shape = (batch.microbatches, batch.sequences // batch.microbatches, batch.length)
-    sharding = batch_sharding(setup.layouts)
-    return {name: jax.device_put(array.reshape(shape), sharding) for name, array in arrays.items()}
+def plan_layouts(
+    shapes: Any, rules: Any, mesh: Mesh | AbstractMesh, stage: int, *, keep_gathered: bool = False
+) -> Layouts:
+    """Layouts by the usual strategy, as `make_setup` plans them; every problem is one error."""
+    leaves, problems = lay_leaves(shapes, rules, dict(mesh.shape))
+    raise_problems(problems)
+    return lay_stages(leaves, shapes, mesh, stage, keep_gathered=keep_gathered)
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,8 @@ def run(args: argparse.Namespace) -> int:
     from jaxscale.mesh import make_mesh
     from jaxscale.models.build import split_decoder
     from jaxscale.models.sampling import sample_tokens
-    from jaxscale.training.setup import make_key, make_setup
+    from jaxscale.numerics.draw import make_key
+    from jaxscale.training.setup import make_setup
     from jaxscale.training.weights import load_params
 
     tokenizer = load_tokenizer(run_dir.tokenizer)

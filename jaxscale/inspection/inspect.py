@@ -12,12 +12,12 @@ from jax.sharding import NamedSharding
 
 from jaxscale.inspection.report import ActivationReport, Inspection, LeafReport, MemoryReport, sum_bytes
 from jaxscale.inspection.traffic import compare_traffic, tabulate_expected, tabulate_traffic, warn_of_formats
-from jaxscale.inspection.weigh import dim_axes, measure_part, weigh_leaves
+from jaxscale.inspection.weigh import measure_part, weigh_leaves
 from jaxscale.numerics.policy import compute_dtype
 from jaxscale.sharding.activations import Observation, watch_constraints
 from jaxscale.sharding.collectives import Collective, read_collectives
 from jaxscale.sharding.rules import Axes
-from jaxscale.sharding.zero import STATE_AXES, ZERO_AXIS
+from jaxscale.sharding.zero import STATE_AXES, ZERO_AXIS, dim_axes
 from jaxscale.training.optimizer_layout import describe_optimizer
 from jaxscale.training.setup import Setup
 from jaxscale.training.traffic import expected_traffic

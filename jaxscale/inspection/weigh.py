@@ -6,15 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from jaxscale.config import PrecisionConfig
 from jaxscale.inspection.report import LeafReport, StateBytes
 from jaxscale.numerics.policy import DTYPES, compute_dtype
 from jaxscale.sharding.rules import Axes, Leaf, iterate_leaves
-from jaxscale.sharding.zero import Layouts, spec_axes
+from jaxscale.sharding.zero import Layouts, dim_axes, spec_axes
 from jaxscale.training.optimizer_layout import StateLeaf
-from jaxscale.training.step import UNCAST_DIMS
 
 
 @dataclass(frozen=True)
@@ -36,12 +35,6 @@ def measure_part(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) ->
     laid = spec_axes(sharding.spec)
     whole_on = tuple(axis for axis, size in sizes.items() if size > 1 and axis not in laid)
     return Part(elements * jnp.dtype(dtype).itemsize, whole_on, math.prod(sizes[axis] for axis in whole_on))
-
-
-def dim_axes(spec: PartitionSpec, rank: int) -> list[Axes]:
-    """Mesh axes of each dim of an array; a `PartitionSpec` may be shorter than the array's rank."""
-    entries = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
-    return [*entries, *[()] * (rank - len(entries))]
 
 
 def weigh_leaves(
@@ -69,7 +62,7 @@ def _weigh_leaf(
     moments: list[Part],
     precision: PrecisionConfig,
 ) -> LeafReport:
-    in_compute = leaf.dtype if UNCAST_DIMS.intersection(leaf.dims) else compute_dtype(precision)
+    in_compute = leaf.dtype if leaf.is_exempt else compute_dtype(precision)
     is_master = in_compute != leaf.dtype or not weight.is_equivalent_to(kept, len(leaf.shape))
     parts = {
         "parameters": [measure_part(leaf.shape, in_compute, weight)],

@@ -29,6 +29,8 @@ from jax.sharding import AbstractMesh, get_abstract_mesh
 from jaxscale.config import UserError
 from jaxscale.mesh import BATCH_AXES
 from jaxscale.models.model import Batch, Model, Params
+from jaxscale.numerics.draw import make_key
+from jaxscale.numerics.policy import widen
 from jaxscale.sharding.rules import Rules
 
 Dims = Mapping[str, tuple[str, ...]]
@@ -93,7 +95,7 @@ def from_nnx(
     def call_loss(params: Params, batch: Batch, keys_B: jax.Array | None) -> Any:
         # A module made again brings its constants along; the parameters it draws are used by nothing, and the
         # compiler leaves them out.
-        module = make(_make_key())
+        module = make(make_key(0))
         nnx.update(module, params)
         counts = list(_iterate_variables(module, nnx.RngCount))
         before = [variable.get_value() for _, variable in counts]
@@ -209,7 +211,7 @@ def check_losses(model: Model, *, length: int) -> None:
     names = ("tokens", "labels", "positions", "segments")
     batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in names}
     batch["weights"] = jax.ShapeDtypeStruct(shape, jnp.float32)
-    keys_B = jax.eval_shape(lambda: jax.random.split(_make_key(), sequences))
+    keys_B = jax.eval_shape(lambda: jax.random.split(make_key(0), sequences))
 
     def read(*arguments: Any) -> tuple[jax.Array, jax.Array]:
         return _read_pair(model.sum_losses(*arguments), "Model.sum_losses")
@@ -221,7 +223,7 @@ def check_losses(model: Model, *, length: int) -> None:
 def _make_model(
     init: Callable[[jax.Array], Any], call_loss: Loss, loss_name: str, rules: Dims, flops: Flops | None
 ) -> Model:
-    tree = jax.eval_shape(init, jax.eval_shape(_make_key))
+    tree = jax.eval_shape(init, jax.eval_shape(lambda: make_key(0)))
     nesting = _Nesting.read(tree)
     _check_floats(nesting, tree)
     dtypes = jax.tree.map(lambda leaf: leaf.dtype, tree)
@@ -283,10 +285,6 @@ class _Nesting:
                 node = node[key]
             leaves.append(node)
         return jax.tree.unflatten(self.structure, leaves)
-
-
-def _make_key() -> jax.Array:
-    return jax.random.key(0, impl="threefry2x32")
 
 
 def _check_floats(nesting: _Nesting, tree: Any) -> None:
@@ -368,10 +366,7 @@ def _read_pair(result: Any, name: str) -> tuple[jax.Array, jax.Array]:
             "weight of all its microbatches"
         )
     total, weight = (jnp.asarray(part) for part in parts)
-    return (
-        total.astype(jnp.promote_types(total.dtype, jnp.float32)),
-        weight.astype(jnp.promote_types(weight.dtype, jnp.float32)),
-    )
+    return total.astype(widen(total.dtype)), weight.astype(widen(weight.dtype))
 
 
 def _is_real_scalar(part: Any) -> bool:

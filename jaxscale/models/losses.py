@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxscale.config import UserError
+from jaxscale.numerics.policy import widen
 
 
 def token_cross_entropy(
@@ -29,7 +30,7 @@ def token_cross_entropy(
       UserError: the shapes do not belong together.
     """
     _check_shapes(logits_BTV, labels_BT, weights_BT)
-    dtype = jnp.promote_types(logits_BTV.dtype, jnp.float32)
+    dtype = widen(logits_BTV.dtype)
     vocab = logits_BTV.shape[-1]
     counts_BT = weights_BT != 0
     logits_BTV = jnp.where(counts_BT[..., None], logits_BTV.astype(dtype), 0)

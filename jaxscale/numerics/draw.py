@@ -1,4 +1,4 @@
-"""Normal draws that are the same bits on every mesh, compiler and chip."""
+"""Keys, and normal draws that are the same bits on every mesh, compiler and chip."""
 
 import math
 
@@ -9,6 +9,11 @@ _WORDS = 4  # of 32 random bits, each two whole numbers below 2^16
 _TERMS = 2 * _WORDS
 _MEAN = _TERMS * (2**16 - 1) // 2
 _STD = math.sqrt(_TERMS * (2**32 - 1) / 12)
+
+
+def make_key(seed: int) -> jax.Array:
+    """The run's PRNG key. threefry draws the same numbers on every mesh, which the faster rbg does not."""
+    return jax.random.key(seed, impl="threefry2x32")
 
 
 def draw_normal(key: jax.Array, shape: tuple[int, ...], std: float) -> jax.Array:

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
-from jaxscale.sharding.hlo import KINDS, Instruction, Program, count_trips, split_top
+from jaxscale.sharding.hlo import KINDS, Instruction, Program, count_trips, read_arrays, split_top
 
 
 class MeshShape(Protocol):
@@ -235,8 +235,8 @@ def _describe(program: Program, instruction: Instruction, mesh: MeshShape, conte
 def _measure(result: str) -> tuple[tuple[str, ...], int, int]:
     """(dtypes, elements, bytes) of an HLO type, such as `(f32[4,8]{1,0:T(8,128)}, bf16[2])`."""
     dtypes, elements, size_bytes = [], 0, 0
-    for dtype, dims in re.findall(r"\b([a-z]\w*)\[([\d,<=]*)\]", result):
-        count = math.prod(int(dim) for dim in re.findall(r"\d+", dims))
+    for dtype, shape in read_arrays(result):
+        count = math.prod(shape)
         bits = re.match(r"(?:bf|[fsuc])(\d+)", dtype)
         if bits is None and dtype != "pred":
             raise ValueError(f"the dtype {dtype} of a collective has an unknown size")

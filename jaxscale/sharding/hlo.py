@@ -235,9 +235,9 @@ def _evaluate(program: Program, scope: _Scope, name: str) -> _Value | None:
     return None
 
 
-def read_shapes(hlo_type: str) -> list[tuple[int, ...]]:
-    """The shapes in an HLO type in order, such as `(f32[4,8]{1,0}, u32[])`."""
+def read_arrays(hlo_type: str) -> list[tuple[str, tuple[int, ...]]]:
+    """(dtype, shape) of the arrays in an HLO type in order, such as `(f32[4,8]{1,0:T(8,128)}, u32[])`."""
     return [
-        tuple(int(size) for size in re.findall(r"\d+", dims))
-        for dims in re.findall(r"\b[a-z]\w*\[([\d,<=]*)\]", hlo_type)
+        (dtype, tuple(int(size) for size in re.findall(r"\d+", dims)))
+        for dtype, dims in re.findall(r"\b([a-z]\w*)\[([\d,<=]*)\]", hlo_type)
     ]

@@ -143,6 +143,11 @@ class Leaf:
     spec: PartitionSpec
     """One entry for each dim, axes of size 1 included; no ZeRO stage takes anything out."""
 
+    @property
+    def is_exempt(self) -> bool:
+        """Of a norm, or replicated by its rule: exempt from the compute format and from weight decay."""
+        return not {"norm", "replicated"}.isdisjoint(self.dims)
+
 
 def iterate_leaves(tree: Any) -> Iterator[tuple[str, Any]]:
     """Yields (path, leaf) of nested dicts, path as `layers/attention/query/kernel`."""

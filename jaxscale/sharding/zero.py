@@ -22,15 +22,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxscale.mesh import BATCH_AXES
-from jaxscale.sharding.rules import (
-    PARAMETER_STRATEGY,
-    Axes,
-    Leaf,
-    Rules,
-    iterate_leaves,
-    lay_leaves,
-    raise_problems,
-)
+from jaxscale.sharding.rules import Axes, Leaf, iterate_leaves
 
 ZERO_AXIS = "fsdp"
 STATE_AXES = ("data", "expert")  # join `fsdp` for what the optimizer keeps
@@ -72,29 +64,13 @@ class Layouts:
 
 def spec_axes(spec: PartitionSpec) -> Axes:
     """All mesh axes of a spec, in order."""
-    return tuple(axis for entry in spec for axis in _entry_axes(entry))
+    return tuple(axis for axes in dim_axes(spec, len(spec)) for axis in axes)
 
 
-def plan_layouts(
-    shapes: Any,
-    rules: Rules,
-    mesh: Mesh | AbstractMesh,
-    stage: int,
-    strategy: Mapping[str, Axes] = PARAMETER_STRATEGY,
-    *,
-    keep_gathered: bool = False,
-) -> Layouts:
-    """Lays parameters, weights in use and gradient accumulators by rules and ZeRO stage.
-
-    Args:
-      shapes: parameters as nested dicts of `ShapeDtypeStruct`.
-
-    Raises:
-      UserError: the rules do not fit the parameters or the mesh; every problem is listed.
-    """
-    leaves, problems = lay_leaves(shapes, rules, dict(mesh.shape), strategy)
-    raise_problems(problems)
-    return lay_stages(leaves, shapes, mesh, stage, keep_gathered=keep_gathered)
+def dim_axes(spec: PartitionSpec, rank: int) -> list[Axes]:
+    """Mesh axes of each dim of an array; a `PartitionSpec` may be shorter, and keeps one axis as text."""
+    entries = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
+    return [*entries, *[()] * (rank - len(entries))]
 
 
 def lay_stages(
@@ -134,7 +110,7 @@ def _spread(leaf: Leaf, gradient: PartitionSpec, axis_sizes: Mapping[str, int]) 
     On a dim, the axes that the gradient lies over come first, so that each device's part lies within the
     gradient that it holds; the others follow in the order of the mesh, so that XLA sees one reduce-scatter.
     """
-    entries = [_entry_axes(entry) for entry in leaf.spec]
+    entries = dim_axes(leaf.spec, len(leaf.shape))
     for axis in STATE_AXES:
         if axis in spec_axes(leaf.spec):
             continue
@@ -147,7 +123,7 @@ def _spread(leaf: Leaf, gradient: PartitionSpec, axis_sizes: Mapping[str, int]) 
             if leaf.shape[dim] % math.prod(axis_sizes[each] for each in axes) == 0:
                 entries[dim] = axes
                 break
-    kept = [_entry_axes(entry) for entry in gradient]
+    kept = dim_axes(gradient, len(leaf.shape))
     ordered = [
         (*first, *sorted(set(axes) - set(first), key=list(axis_sizes).index))
         for axes, first in zip(entries, kept, strict=True)
@@ -156,10 +132,5 @@ def _spread(leaf: Leaf, gradient: PartitionSpec, axis_sizes: Mapping[str, int]) 
 
 
 def _without_axis(spec: PartitionSpec, dropped: str) -> PartitionSpec:
-    kept = [tuple(axis for axis in _entry_axes(entry) if axis != dropped) or None for entry in spec]
+    kept = [tuple(axis for axis in axes if axis != dropped) or None for axes in dim_axes(spec, len(spec))]
     return PartitionSpec(*kept)
-
-
-def _entry_axes(entry: str | Axes | None) -> Axes:
-    """`PartitionSpec` keeps a single axis as a string."""
-    return (entry,) if isinstance(entry, str) else entry or ()

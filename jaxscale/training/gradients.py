@@ -22,17 +22,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.mesh import BATCH_AXES
 from jaxscale.models.model import Batch, Model, Params
+from jaxscale.numerics.draw import make_key
 from jaxscale.numerics.policy import widen
 from jaxscale.sharding.activations import take_axes
 from jaxscale.sharding.zero import Layouts, spec_axes
 
 Sums = tuple[jax.Array, jax.Array, Params]  # loss sum, weight sum, gradient sums
 SumMicrobatch = Callable[[Params, Batch], Sums]
-
-
-def make_key(seed: int) -> jax.Array:
-    """The run's PRNG key. threefry draws the same numbers on every mesh, which the faster rbg does not."""
-    return jax.random.key(seed, impl="threefry2x32")
 
 
 def make_gradient_sums(model: Model, layouts: Layouts, dtype: jnp.dtype, seed: int) -> SumMicrobatch:
@@ -116,18 +112,17 @@ def _scan_microbatches(
         return loss, weight, _pin(jax.tree.map(lambda g: g.astype(dtype), gradients), layouts, groups)
 
     def accumulate(weights: Params, batch: Batch) -> Sums:
-        first = jax.tree.map(lambda a: a[0], batch)
         if next(iter(batch.values())).shape[0] == 1:  # no accumulator beside the one gradient
-            sums = visit(weights, first)
+            sums = visit(weights, jax.tree.map(lambda a: a[0], batch))
         else:
 
             def add(carry: Sums, microbatch: Batch) -> tuple[Sums, None]:
                 return jax.tree.map(jnp.add, carry, visit(weights, microbatch)), None
 
-            like = jax.eval_shape(sum_microbatch, weights, first)
-            loss, weight, gradients = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
-            zeros = jax.tree.map(lambda g: g.astype(dtype), gradients)
-            sums, _ = lax.scan(add, (loss, weight, _pin(zeros, layouts, groups)), batch)
+            lead = (math.prod(layouts.mesh.shape[axis] for axis in groups),) if groups else ()
+            zeros = jax.tree.map(lambda w: jnp.zeros((*lead, *w.shape), dtype), weights)
+            nothing = jnp.zeros(lead, widen(dtype))
+            sums, _ = lax.scan(add, (nothing, nothing, _pin(zeros, layouts, groups)), batch)
         return jax.tree.map(lambda a: a.astype(widen(a.dtype)), sums)
 
     return accumulate

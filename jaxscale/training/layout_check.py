@@ -13,12 +13,12 @@ from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from jaxscale.config import Config, UserError
-from jaxscale.sharding.hlo import Instruction, Program, count_trips, read_shapes
-from jaxscale.sharding.rules import iterate_leaves
-from jaxscale.sharding.zero import Layouts, spec_axes
+from jaxscale.sharding.hlo import Instruction, Program, count_trips, read_arrays
+from jaxscale.sharding.rules import Axes, iterate_leaves
+from jaxscale.sharding.zero import Layouts, dim_axes
 
 
 def check_constraints(program: ClosedJaxpr) -> None:
@@ -33,14 +33,15 @@ def check_constraints(program: ClosedJaxpr) -> None:
         if equation.primitive.name != "sharding_constraint" or not isinstance(sharding, NamedSharding):
             continue
         aval = equation.invars[0].aval
-        counts = [_count_shards(sharding, entry) for entry in sharding.spec]
+        laid = dim_axes(sharding.spec, aval.ndim)
+        counts = [math.prod(sharding.mesh.shape[axis] for axis in axes) for axes in laid]
         bad = [dim for dim, count in enumerate(counts) if aval.shape[dim] % count]
         parts = [count for dim, count in enumerate(counts) if dim not in bad]
         size_bytes = aval.size * aval.dtype.itemsize // math.prod(parts)
         for dim in bad:
             problems.append(
                 f"{aval.str_short()} at {_find_place(equation)}: dim {dim} of size {aval.shape[dim]} does "
-                f"not divide by {_show_axes(sharding, sharding.spec[dim])}; a device would hold "
+                f"not divide by {_show_axes(sharding, laid[dim])}; a device would hold "
                 f"{size_bytes:,} bytes of it. Make it a multiple of {counts[dim]}, or constrain it over "
                 "fewer axes"
             )
@@ -82,12 +83,8 @@ def _iterate_equations(jaxpr: Jaxpr) -> Iterator[Any]:
                 yield from _iterate_equations(value)
 
 
-def _count_shards(sharding: NamedSharding, entry: Any) -> int:
-    return math.prod(sharding.mesh.shape[axis] for axis in spec_axes(PartitionSpec(entry)))
-
-
-def _show_axes(sharding: NamedSharding, entry: Any) -> str:
-    return " × ".join(f"{axis}={sharding.mesh.shape[axis]}" for axis in spec_axes(PartitionSpec(entry)))
+def _show_axes(sharding: NamedSharding, axes: Axes) -> str:
+    return " × ".join(f"{axis}={sharding.mesh.shape[axis]}" for axis in axes)
 
 
 def _find_place(equation: Any) -> str:
@@ -97,8 +94,8 @@ def _find_place(equation: Any) -> str:
 
 
 def _compare_state(text: str, state: Any) -> Iterator[str]:
-    shapes = read_shapes(text[: text.find("\n")].rpartition("->")[2])
-    for (path, leaf), local in zip(_iterate_state(state), shapes, strict=False):
+    outputs = read_arrays(text[: text.find("\n")].rpartition("->")[2])
+    for (path, leaf), (_, local) in zip(iterate_leaves(state), outputs, strict=False):
         asked = leaf.sharding.shard_shape(leaf.shape)
         if local != asked:
             yield _describe(path, leaf.shape, asked, local, leaf.dtype.itemsize)
@@ -137,15 +134,10 @@ def _find_changing(program: Program, loop: Instruction) -> Iterator[tuple[int, .
     """Shapes of what the loop changes: weights, which it only reads, may have the shape of an accumulator."""
     [body] = loop.called("body")
     results = program.root(body).operands
-    for index, (name, shape) in enumerate(zip(results, read_shapes(loop.type), strict=True)):
+    for index, (name, (_, shape)) in enumerate(zip(results, read_arrays(loop.type), strict=True)):
         result = program.instruction(body, name)
         if result.opcode != "get-tuple-element" or f"index={index}" not in result.attributes.split(", "):
             yield shape
-
-
-def _iterate_state(state: Any) -> Iterator[tuple[str, Any]]:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-        yield jax.tree_util.keystr(path, simple=True, separator="/"), leaf
 
 
 def _drop_ones(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -16,8 +16,9 @@ from jaxscale.data.dataset import Data, find_vocab
 from jaxscale.data.loader import BatchLoader, evaluation_batches
 from jaxscale.metrics import Console, EvalRecord, JsonlSink, SilentConsole, Sinks, StepRecord, TensorBoardSink
 from jaxscale.models.model import Model
+from jaxscale.numerics.draw import make_key
 from jaxscale.training.run_dir import RunDir, check_run_dir, open_run_data, write_config
-from jaxscale.training.setup import Compiled, Setup, find_mesh, make_key, make_setup
+from jaxscale.training.setup import Compiled, Setup, find_mesh, make_setup
 from jaxscale.training.state import TrainState
 from jaxscale.training.step import batch_sharding
 from jaxscale.training.throughput import Throughput

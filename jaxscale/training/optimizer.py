@@ -13,7 +13,6 @@ from jaxscale.numerics.policy import DTYPES, widen
 from jaxscale.sharding.rules import Leaf, iterate_leaves
 
 UNDECAYED_NAMES = ("bias", "scale")
-UNDECAYED_DIMS = {"norm", "replicated"}
 
 
 def make_optimizer(
@@ -35,7 +34,7 @@ def mask_decay(params: Any, leaves: Mapping[str, Leaf]) -> Any:
 def is_decayed(leaf: Leaf) -> bool:
     dims = [dim for dim in leaf.dims if dim != "layers"]
     name = leaf.path.rpartition("/")[2]
-    return len(dims) >= 2 and name not in UNDECAYED_NAMES and not UNDECAYED_DIMS & set(dims)
+    return len(dims) >= 2 and name not in UNDECAYED_NAMES and not leaf.is_exempt
 
 
 def clip_gradients(gradients: Any, limit: float | None) -> tuple[Any, jax.Array]:

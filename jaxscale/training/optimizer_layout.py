@@ -41,13 +41,11 @@ def describe_optimizer(
       UserError: leaves of more than SMALL_ELEMENTS elements that follow no parameter: nothing says how they
         would be laid, and nothing is replicated without a word.
     """
-    parameters = dict(
-        zip((path for path, _ in iterate_leaves(shapes)), jax.tree.leaves(layouts.moments), strict=True)
-    )
+    parameters = dict(iterate_leaves(layouts.moments))
     state = jax.eval_shape(optimizer.init, shapes)
     leaves, homeless = [], []
     for path, leaf in iterate_leaves(state):
-        owner = _find_owner(path, parameters)
+        owner = find_owner(path, parameters)
         spec = _follow(leaf.shape, layouts.leaves[owner].shape, parameters[owner].spec) if owner else None
         if spec is None:
             spec = PartitionSpec()
@@ -72,7 +70,7 @@ def lay_optimizer(optimizer: optax.GradientTransformation, shapes: Any, layouts:
     return structure.unflatten(leaf.sharding for leaf in leaves)
 
 
-def _find_owner(path: str, parameters: Mapping[str, Any]) -> str | None:
+def find_owner(path: str, parameters: Mapping[str, Any]) -> str | None:
     """The parameter whose path is the longest end of a state leaf's path."""
     parts = path.split("/")
     ends = ("/".join(parts[start:]) for start in range(len(parts)))

@@ -18,10 +18,10 @@ from jaxscale.models.build import build_decoder, complete_shape, find_contradict
 from jaxscale.models.decoder import DecoderShape
 from jaxscale.models.model import Model
 from jaxscale.models.python_file import load_model
+from jaxscale.numerics.draw import make_key
 from jaxscale.sharding.activations import use_strategy
 from jaxscale.sharding.rules import PARAMETER_STRATEGY, REPLICATED, Axes, lay_leaves, raise_problems
 from jaxscale.sharding.zero import Layouts, lay_stages
-from jaxscale.training.gradients import make_key
 from jaxscale.training.layout_check import check_constraints, check_layouts
 from jaxscale.training.optimizer import make_optimizer
 from jaxscale.training.state import TrainState, describe_state, init_state, lay_state

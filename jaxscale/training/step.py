@@ -26,7 +26,6 @@ from jaxscale.training.schedule import learning_rate
 from jaxscale.training.state import TrainState
 
 Metrics = dict[str, jax.Array]
-UNCAST_DIMS = {"norm", "replicated"}  # leaves with one of them keep their format
 
 BATCH_DTYPES = {
     "tokens": jnp.int32,
@@ -56,7 +55,7 @@ def describe_batch(config: Config, layouts: Layouts) -> dict[str, jax.ShapeDtype
 def make_weights(params: Params, layouts: Layouts, dtype: jnp.dtype) -> Params:
     """The weights in use: cast while they lie in shards, then gathered as far as the ZeRO stage says."""
     cast = [
-        leaf if set(layouts.leaves[path].dims) & UNCAST_DIMS else leaf.astype(dtype)
+        leaf if layouts.leaves[path].is_exempt else leaf.astype(dtype)
         for path, leaf in iterate_leaves(params)
     ]
     return _lay(jax.tree.unflatten(jax.tree.structure(params), cast), layouts.weights)

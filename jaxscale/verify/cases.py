@@ -6,14 +6,13 @@ microbatches. The whole product is many times as long and finds little more: a f
 settings at once is rare (Kuhn 2004).
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from jaxscale.config import Config, MeshConfig, ModelConfig
-from jaxscale.mesh import AXES, axis_sizes
+from jaxscale.mesh import axis_sizes, count_asked
 
 USUAL_AXES = ("data", "fsdp", "tensor")  # where a configuration uses none
 SEVERAL_MICROBATCHES = 4  # where a configuration has one
@@ -37,7 +36,7 @@ class Case:
 
     @property
     def device_count(self) -> int:
-        return math.prod(axis_sizes(self.mesh).values())
+        return count_asked(self.mesh)
 
     @property
     def mesh_name(self) -> str:
@@ -178,8 +177,3 @@ def apply_case(config: Config, case: Case, clip_norm: float | None) -> Config:
         remat=case.remat,
         optimizer=replace(config.optimizer, clip_norm=clip_norm),
     )
-
-
-def show_axes(mesh: MeshConfig) -> dict[str, int]:
-    """Every axis with its size, for JSON."""
-    return {axis: getattr(mesh, axis) for axis in AXES}

@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.verify.cases import Case, show_axes
-from jaxscale.verify.oracle import COMPARED_STEPS, Leaves, Trace, find_owner
+from jaxscale.mesh import axis_sizes
+from jaxscale.training.optimizer_layout import find_owner
+from jaxscale.verify.cases import Case
+from jaxscale.verify.oracle import COMPARED_STEPS, Leaves, Trace
 
 # A leaf whose gradient is less than this many roundings of the whole gradient is zero but for rounding.
 ROUNDINGS = 10
@@ -53,7 +55,7 @@ class CaseResult:
         """For JSON; `mesh` has every axis."""
         case = self.case
         return {
-            "mesh": show_axes(case.mesh),
+            "mesh": axis_sizes(case.mesh),
             "zero": case.zero,
             "keep_gathered": case.keep_gathered,
             "microbatches": case.microbatches,

@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxscale.numerics.draw import make_key
 from jaxscale.numerics.policy import matmul_precision
 from jaxscale.sharding.rules import iterate_leaves
-from jaxscale.training.gradients import make_key
+from jaxscale.training.optimizer_layout import find_owner
 from jaxscale.training.schedule import learning_rate
 from jaxscale.training.setup import Compiled, Setup
 from jaxscale.training.state import TrainState
@@ -207,12 +208,6 @@ def _word_misplaced(kind: str, path: str, leaf: jax.Array, wanted: Any) -> str:
         f"{kind} {path} lies as {got}, {held:,} bytes a device, in place of {wanted.spec}, "
         f"{meant_bytes:,} bytes"
     )
-
-
-def find_owner(path: str, params: Any) -> str | None:
-    """The parameter that a leaf of the optimizer state belongs to: the path ends with the parameter's."""
-    parts = path.split("/")
-    return next((tail for n in range(len(parts)) if (tail := "/".join(parts[n:])) in params), None)
 
 
 def _find_wrong_counts(setup: Setup, state: TrainState) -> list[str]:

@@ -1,6 +1,5 @@
 """`verify`: runs every case, compares it with the reference, and says what is wrong."""
 
-import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -11,13 +10,13 @@ from jax.errors import JaxRuntimeError
 
 from jaxscale.config import Config, MeshConfig, ModelConfig, PrecisionConfig, UserError
 from jaxscale.data.dataset import find_vocab
-from jaxscale.mesh import axis_sizes, make_mesh, resolve_mesh
+from jaxscale.mesh import axis_sizes, count_asked, make_mesh, resolve_mesh
 from jaxscale.models.build import find_contradictions
 from jaxscale.models.model import Model
 from jaxscale.sharding.rules import lay_leaves, raise_problems
 from jaxscale.training.setup import Compiled, Setup, find_batch_problems, find_strategy, make_setup
 from jaxscale.verify.batches import make_batch
-from jaxscale.verify.cases import Case, LeftOut, apply_case, plan_cases, show_axes
+from jaxscale.verify.cases import Case, LeftOut, apply_case, plan_cases
 from jaxscale.verify.compare import (
     FP32_LIMITS,
     FP64_LIMITS,
@@ -71,7 +70,7 @@ class Verification:
             "cases": [result.to_dict() for result in self.results],
             "left_out": [
                 {
-                    "mesh": None if each.mesh is None else show_axes(each.mesh),
+                    "mesh": None if each.mesh is None else axis_sizes(each.mesh),
                     "microbatches": each.microbatches,
                     "reason": each.reason,
                 }
@@ -249,7 +248,8 @@ def make_oracle(
     return Oracle(
         config=config,
         vocab=vocab,
-        model=model,
+        # A decoder is made anew for each case, with its remat; the file of one's own model is read once.
+        model=setup.model if setup.shape is None else None,
         devices=devices,
         reference=reference,
         traces={"config": plain, "half": clipped},
@@ -262,7 +262,7 @@ def make_oracle(
 
 
 def _lay(config: Config, devices: tuple[jax.Device, ...], vocab: int, model: Model | None) -> Setup:
-    count = math.prod(axis_sizes(config.mesh).values())
+    count = count_asked(config.mesh)
     mesh = make_mesh(resolve_mesh(config.mesh, count), devices[:count])
     setup = make_setup(config, mesh, vocab, model)
     if isinstance(config.precision, Fp64):
