@@ -14,7 +14,7 @@ from jaxscale.mesh import make_mesh
 from jaxscale.models.model import Model
 from jaxscale.sharding.activations import constrain, watch_constraints
 from jaxscale.training import gradients
-from jaxscale.training.layout_check import check_layouts
+from jaxscale.training.layout_check import check_constraints, check_layouts
 from jaxscale.training.setup import Setup, make_setup
 from tests.tiny import make_config, make_tiny_setup
 
@@ -50,6 +50,18 @@ def test_a_constraint_that_jax_would_drop_is_refused_with_its_place_and_bytes() 
     assert "test_layout_check.py" in message
     assert f"{16 * 32 * 34 * 4 // 2:,} bytes" in message, "half of the sequences stand on a shard of data"
     make_own_setup(hidden=36).compile_step()
+
+
+def test_a_constraint_may_leave_a_dim_to_the_compiler_and_is_still_checked_on_the_others() -> None:
+    def trace(size: int) -> Any:
+        spec = PartitionSpec("data", PartitionSpec.UNCONSTRAINED, ("fsdp", "tensor"))
+        constrained = jax.jit(lambda x: lax.with_sharding_constraint(x, spec))
+        return constrained.trace(jnp.ones((8, 5, size))).jaxpr
+
+    with jax.set_mesh(make_mesh(make_config(mesh=MESH).mesh)):
+        check_constraints(trace(12))
+        with pytest.raises(UserError, match="dim 2 of size 10 does not divide by fsdp=2 × tensor=2"):
+            check_constraints(trace(10))
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -68,8 +68,12 @@ def spec_axes(spec: PartitionSpec) -> Axes:
 
 
 def dim_axes(spec: PartitionSpec, rank: int) -> list[Axes]:
-    """Mesh axes of each dim of an array; a `PartitionSpec` may be shorter, and keeps one axis as text."""
-    entries = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
+    """Mesh axes of each dim of an array; a `PartitionSpec` may be shorter, and keeps one axis as text.
+
+    A dim that a user's own constraint leaves to the compiler (`UNCONSTRAINED`) is asked over no axis.
+    """
+    asked = (None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in spec)
+    entries = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in asked]
     return [*entries, *[()] * (rank - len(entries))]
 
 
