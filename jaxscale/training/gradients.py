@@ -25,7 +25,7 @@ from jaxscale.models.model import Batch, Model, Params
 from jaxscale.numerics.draw import make_key
 from jaxscale.numerics.policy import widen
 from jaxscale.sharding.activations import take_axes
-from jaxscale.sharding.zero import Layouts, spec_axes
+from jaxscale.sharding.zero import Layouts
 
 Sums = tuple[jax.Array, jax.Array, Params]  # loss sum, weight sum, gradient sums
 SumMicrobatch = Callable[[Params, Batch], Sums]
@@ -129,10 +129,13 @@ def _scan_microbatches(
 
 
 def _pin(tree: Params, layouts: Layouts, groups: tuple[str, ...]) -> Params:
-    """Pins accumulators to the gradients' layout, of which no axis is manual; groups are a first dim more."""
+    """Pins accumulators to the gradients' layout, of which no axis is manual; groups are a first dim more.
+
+    Also those that are whole: left open, the partitioner may cut them where it likes.
+    """
 
     def pin(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
         spec = PartitionSpec(groups, *sharding.spec) if groups else sharding.spec
-        return lax.with_sharding_constraint(leaf, spec) if spec_axes(spec) else leaf
+        return lax.with_sharding_constraint(leaf, spec)
 
     return jax.tree.map(pin, tree, layouts.gradients)
