@@ -32,6 +32,6 @@ def make_model(vocab, length, width=64, layers=2):
         num_hidden_layers=layers,
         state_size=16,
         head_dim=16,
-        chunk_size=min(length, 32),
+        chunk_size=min(length, 16),
     )
     return js.from_nnx(lambda rngs: Mamba2ForCausalLM(config, rngs=rngs), loss, rules=RULES)

@@ -141,3 +141,19 @@ def test_a_constraint_that_cannot_hold_is_an_error(dims: tuple[str, ...], said: 
     config = make_config(mesh=MESH, batch={"length": 31})
     with pytest.raises(UserError, match=said):
         make_setup(config, make_mesh(config.mesh), 64, make_constrained_model(*dims)).compile_step()
+
+
+def test_an_accumulator_that_is_whole_stays_whole_beside_an_activation_over_tensor() -> None:
+    """Left open, XLA cuts it like the activation that its gradient comes from."""
+
+    def init(key: jax.Array) -> Any:
+        return {"table": jnp.ones((64, 32)), "up": jnp.ones((32, 48)), "scale": jnp.ones((48,))}
+
+    def loss(params: Any, batch: Any, _: Any) -> tuple[jax.Array, jax.Array]:
+        x_BTF = constrain(params["table"][batch["tokens"]] @ params["up"], "batch", "length", "mlp")
+        return ((x_BTF * params["scale"]).sum(-1) * batch["weights"]).sum(), batch["weights"].sum()
+
+    rules = js.Rules({"table": ("vocab", "embed"), "up": ("embed", "mlp"), "scale": js.REPLICATED})
+    config = make_config(mesh={"fsdp": 2, "tensor": 4}, zero={"stage": 2}, batch={"microbatches": 2})
+    model = js.from_functions(init, loss, rules=rules)
+    make_setup(config, make_mesh(config.mesh), 64, model).compile_step()
