@@ -232,14 +232,27 @@ class OptimizerConfig:
 class PrecisionConfig:
     """Number formats. `precision: bf16` is short for {compute: bf16}."""
 
-    compute: FloatFormat = "fp32"
-    """Matmuls and activations; norm statistics, rotary angles, softmax and loss stay fp32."""
+    compute: Literal[FloatFormat, "fp8"] = "fp32"
+    """Matmuls and activations; norm statistics, rotary angles, softmax and loss stay fp32. fp8: the blocks'
+    matmuls alone, all else in bf16."""
     params: FloatFormat = "fp32"
     """Parameters as the optimizer keeps them."""
     accumulate: FloatFormat = "fp32"
     """Gradient accumulators; the reduction over `data` is fp32 whatever they are."""
     moments: FloatFormat = "fp32"
     """First moment of the optimizer."""
+
+
+@dataclass(frozen=True, config=_STRICT, kw_only=True)
+class Fp8Config:
+    """How numbers are scaled into fp8; read with `precision: fp8` alone."""
+
+    scaling: Literal["delayed", "dynamic"] = "delayed"
+    """delayed: by the largest magnitudes of the last steps. dynamic: by those of the tensor at hand."""
+    history: Positive = 1024
+    """Steps that a delayed scale looks back on."""
+    margin: Annotated[int, BeforeValidator(_refuse_bool), Field(ge=0, le=15)] = 0
+    """Room that a delayed scale leaves above the largest magnitude, in powers of two."""
 
 
 @dataclass(frozen=True, config=_STRICT, kw_only=True)
@@ -299,6 +312,7 @@ class Config:
     precision: Annotated[PrecisionConfig, BeforeValidator(_expand_precision)] = field(
         default_factory=PrecisionConfig
     )
+    fp8: Fp8Config = field(default_factory=Fp8Config)
     remat: Literal["none", "full", "matmuls"] = "none"
     """What the backward pass recomputes: nothing, every block, or all but the block's matmuls."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -1,7 +1,10 @@
 """From a configuration to a decoder."""
 
+from dataclasses import replace
+
 import jax
 from flax import nnx
+from flax.traverse_util import unflatten_dict
 
 from jaxscale.config import Config, ModelConfig, UserError
 from jaxscale.metrics import model_flops_per_token
@@ -9,6 +12,7 @@ from jaxscale.models.attention import resolve_implementation
 from jaxscale.models.decoder import Decoder, DecoderShape, Tokens
 from jaxscale.models.decoder_rules import decoder_rules
 from jaxscale.models.model import Batch, Model, Params
+from jaxscale.numerics.fp8 import Fp8Weights
 from jaxscale.numerics.policy import compute_dtype
 from jaxscale.sharding.rules import iterate_leaves
 
@@ -86,6 +90,7 @@ def complete_shape(config: Config, *, vocab: int, platform: str) -> DecoderShape
         attention=attention,
         remat=config.remat,
         dtype=dtype,
+        fp8=config.fp8.scaling if config.precision.compute == "fp8" else "none",
     )
 
 
@@ -96,20 +101,28 @@ def split_decoder(shape: DecoderShape) -> tuple[nnx.GraphDef, Params]:
 
 
 def build_decoder(shape: DecoderShape) -> Model:
-    definition, shapes = split_decoder(shape)
+    plain_shape = replace(shape, fp8="none")
+    definition, shapes = split_decoder(plain_shape)
+    fp8_definition = definition if shape.fp8 == "none" else split_decoder(shape)[0]
 
     def init(key: jax.Array) -> Params:
-        return nnx.to_pure_dict(nnx.state(Decoder(shape, nnx.Rngs(params=key))))
+        return nnx.to_pure_dict(nnx.state(Decoder(plain_shape, nnx.Rngs(params=key))))
 
-    def sum_losses(params: Params, batch: Batch, _: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    def sum_losses(
+        params: Params, batch: Batch, _: jax.Array | None = None, *, fp8: Fp8Weights | None = None
+    ) -> tuple[jax.Array, jax.Array]:
         tokens = Tokens(batch["tokens"], batch["positions"], batch["segments"])
-        decoder = nnx.merge(definition, params)
+        if fp8 is None:
+            decoder = nnx.merge(definition, params)
+        else:
+            decoder = nnx.merge(fp8_definition, _insert_fp8(params, fp8))
         loss = decoder.sum_losses(tokens, batch["labels"], batch["weights"])
         return loss, batch["weights"].sum(dtype=loss.dtype)
 
+    kernels = {path: leaf.size for path, leaf in iterate_leaves(shapes) if path.endswith("/kernel")}
+
     def count_flops(length: int) -> float:
-        kernels = sum(leaf.size for path, leaf in iterate_leaves(shapes) if path.endswith("/kernel"))
-        matmul_params = kernels + shape.vocab * shape.embed
+        matmul_params = sum(kernels.values()) + shape.vocab * shape.embed
         return model_flops_per_token(matmul_params, shape.layers, shape.heads, shape.head, length)
 
     return Model(
@@ -118,8 +131,18 @@ def build_decoder(shape: DecoderShape) -> Model:
         init=init,
         sum_losses=sum_losses,
         flops_per_token=count_flops,
+        fp8_kernels={} if shape.fp8 == "none" else dict.fromkeys(kernels, shape.layers),
         reduction="region",
     )
+
+
+def _insert_fp8(params: Params, fp8: Fp8Weights) -> Params:
+    """The parameters with each kernel's fp8 copy and scales beside it, as `Projection` names them."""
+    flat = dict(iterate_leaves(params))
+    for path in fp8.kernels:
+        layer = path.removesuffix("kernel")
+        flat |= {f"{layer}kernel_fp8": fp8.kernels[path], f"{layer}scales": fp8.scales[path]}
+    return unflatten_dict(flat, sep="/")
 
 
 def count_parameters(shape: DecoderShape) -> int:

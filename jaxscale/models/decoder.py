@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jax import lax
 from jaxscale.models.attention import Implementation, attend
 from jaxscale.models.rotary import Rotation, make_rotation, rotate
 from jaxscale.numerics.draw import draw_normal
+from jaxscale.numerics.fp8 import E4M3, Scales, einsum_fp8
 from jaxscale.numerics.policy import widen
 from jaxscale.parallel.vocab import embed_tokens, sum_token_losses
 from jaxscale.sharding.activations import constrain
@@ -52,6 +53,7 @@ class DecoderShape:
     attention: Implementation
     remat: str
     dtype: jnp.dtype
+    fp8: Literal["none", "delayed", "dynamic"] = "none"
 
     @property
     def padded_vocab(self) -> int:
@@ -74,18 +76,35 @@ class Cache(NamedTuple):
     values_LBSKH: jax.Array
 
 
+class Fp8Input(nnx.Variable):
+    """What a projection in fp8 is handed beside its parameters."""
+
+
 class Projection(nnx.Module):
-    """An einsum with a kernel, and a bias where the family has one."""
+    """An einsum with a kernel, and a bias where the family has one; in fp8 where the shape says so."""
 
     def __init__(
-        self, rngs: nnx.Rngs, equation: str, kernel: tuple[int, ...], std: float, bias: tuple[int, ...] | None
+        self,
+        shape: DecoderShape,
+        rngs: nnx.Rngs,
+        equation: str,
+        kernel: tuple[int, ...],
+        std: float,
+        bias: tuple[int, ...] | None,
     ):
-        self.equation = equation
+        self.equation, self.is_dynamic = equation, shape.fp8 == "dynamic"
         self.kernel = nnx.Param(draw_normal(rngs.params(), kernel, std))
         self.bias = None if bias is None else nnx.Param(jnp.zeros(bias, jnp.float32))
+        self.kernel_fp8 = None if shape.fp8 == "none" else Fp8Input(jnp.zeros(kernel, E4M3))
+        self.scales = None if shape.fp8 == "none" else Fp8Input(jnp.ones(len(Scales._fields), jnp.float32))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = jnp.einsum(self.equation, x, self.kernel[...].astype(x.dtype))
+        kernel = self.kernel[...].astype(x.dtype)
+        if self.kernel_fp8 is None:
+            y = jnp.einsum(self.equation, x, kernel)
+        else:
+            scales = Scales(*self.scales[...])
+            y = einsum_fp8(self.equation, self.is_dynamic, x, kernel, self.kernel_fp8[...], scales)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
 
 
@@ -115,10 +134,10 @@ class Attention(nnx.Module):
         d, n, k, h = shape.embed, shape.heads, shape.kv_heads, shape.head
         biased = shape.family == "gpt2"
         std, out_std = _kernel_std(shape, d), _residual_std(shape, n * h)
-        self.query = Projection(rngs, "BTD,DNH->BTNH", (d, n, h), std, (n, h) if biased else None)
-        self.key = Projection(rngs, "BTD,DKH->BTKH", (d, k, h), std, (k, h) if biased else None)
-        self.value = Projection(rngs, "BTD,DKH->BTKH", (d, k, h), std, (k, h) if biased else None)
-        self.out = Projection(rngs, "BTNH,NHD->BTD", (n, h, d), out_std, (d,) if biased else None)
+        self.query = Projection(shape, rngs, "BTD,DNH->BTNH", (d, n, h), std, (n, h) if biased else None)
+        self.key = Projection(shape, rngs, "BTD,DKH->BTKH", (d, k, h), std, (k, h) if biased else None)
+        self.value = Projection(shape, rngs, "BTD,DKH->BTKH", (d, k, h), std, (k, h) if biased else None)
+        self.out = Projection(shape, rngs, "BTNH,NHD->BTD", (n, h, d), out_std, (d,) if biased else None)
 
     def __call__(self, x_BTD: jax.Array, rotation: Rotation | None, segments_BT: jax.Array) -> jax.Array:
         q_BTNH, k_BTKH, v_BTKH = self._project(x_BTD, rotation)
@@ -163,9 +182,11 @@ class Mlp(nnx.Module):
     def __init__(self, shape: DecoderShape, rngs: nnx.Rngs):
         d, f, biased = shape.embed, shape.mlp, shape.family == "gpt2"
         std = _kernel_std(shape, d)
-        self.up = Projection(rngs, "BTD,DF->BTF", (d, f), std, (f,) if biased else None)
-        self.gate = None if biased else Projection(rngs, "BTD,DF->BTF", (d, f), std, None)
-        self.down = Projection(rngs, "BTF,FD->BTD", (f, d), _residual_std(shape, f), (d,) if biased else None)
+        self.up = Projection(shape, rngs, "BTD,DF->BTF", (d, f), std, (f,) if biased else None)
+        self.gate = None if biased else Projection(shape, rngs, "BTD,DF->BTF", (d, f), std, None)
+        self.down = Projection(
+            shape, rngs, "BTF,FD->BTD", (f, d), _residual_std(shape, f), (d,) if biased else None
+        )
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         up_BTF = constrain(self.up(x_BTD), "batch", "length", "mlp")

@@ -1,7 +1,7 @@
 """A model as training sees it: shapes, rules, an initialiser and a loss, all of plain nested dicts."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import jax
@@ -26,13 +26,16 @@ class Model:
     """Path pattern -> dim names."""
     init: Callable[[jax.Array], Params]
     """PRNG key -> parameters; the same numbers on every mesh."""
-    sum_losses: Callable[[Params, Batch, jax.Array | None], tuple[jax.Array, jax.Array]]
+    sum_losses: Callable[..., tuple[jax.Array, jax.Array]]
     """Parameters, one microbatch and its keys -> (sum of losses, sum of weights), scalars.
 
     The batch holds tokens, labels, positions, segments (int32) and weights (fp32), each [B, T]. `keys_B` is
     one PRNG key a sequence, a function of the seed and the sequence's number in the run, so that what is
-    drawn from it depends on no mesh and no microbatch; None in evaluation, where nothing is drawn.
+    drawn from it depends on no mesh and no microbatch; None in evaluation, where nothing is drawn. A model
+    with `fp8_kernels` takes `Fp8Weights` of them as `fp8=`; without it, it computes in the parameters' dtype.
     """
+    fp8_kernels: Mapping[str, int] = field(default_factory=dict)
+    """Path of each kernel whose matmul can be in fp8 -> its layers, which are its first dim."""
     flops_per_token: Callable[[int], float] | None = None
     """Tokens a sequence -> FLOPs to train on a token (`jaxscale.metrics.flops`); None: unknown."""
     reduction: Literal["region", "groups"] = "groups"

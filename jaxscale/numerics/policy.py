@@ -13,16 +13,18 @@ DTYPES: dict[str, jnp.dtype] = {
     "fp32": jnp.dtype("float32"),
     "bf16": jnp.dtype("bfloat16"),
 }
+_MATMUL_FORMATS = {"fp8": "bf16"}  # formats of matmuls' operands alone, and what all else is then computed in
 
 
 def compute_dtype(precision: PrecisionConfig) -> jnp.dtype:
-    """Dtype of matmuls and activations."""
-    return DTYPES[precision.compute]
+    """Dtype of activations, and of matmuls unless they are in fp8."""
+    return DTYPES[_MATMUL_FORMATS.get(precision.compute, precision.compute)]
 
 
 def matmul_precision(precision: PrecisionConfig) -> AbstractContextManager:
     """Within it, fp32 matmuls are fp32: TPUs and GPUs otherwise multiply fp32 in bf16 or tf32."""
-    return jax.default_matmul_precision("default" if precision.compute == "bf16" else "float32")
+    is_narrow = compute_dtype(precision).itemsize < 4
+    return jax.default_matmul_precision("default" if is_narrow else "float32")
 
 
 def widen(dtype: jnp.dtype) -> jnp.dtype:

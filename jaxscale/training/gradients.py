@@ -14,6 +14,7 @@ that lies over the reduction axes; their sum over that dim is the reduction. For
 
 import math
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,29 +24,47 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxscale.mesh import BATCH_AXES
 from jaxscale.models.model import Batch, Model, Params
 from jaxscale.numerics.draw import make_key
+from jaxscale.numerics.fp8 import Fp8Weights
 from jaxscale.numerics.policy import widen
 from jaxscale.sharding.activations import take_axes
 from jaxscale.sharding.zero import Layouts
 
-Sums = tuple[jax.Array, jax.Array, Params]  # loss sum, weight sum, gradient sums
-SumMicrobatch = Callable[[Params, Batch], Sums]
+
+class Sums(NamedTuple):
+    """What microbatches and shards add up to."""
+
+    loss: jax.Array
+    weight: jax.Array
+    gradients: Params
+    amaxes: Any
+    """Largest magnitudes of what is in fp8 [layers, 3], by kernel: the one part whose whole is a maximum."""
+
+
+SumMicrobatch = Callable[[Params, Fp8Weights | None, Batch], Sums]
 
 
 def make_gradient_sums(model: Model, layouts: Layouts, dtype: jnp.dtype, seed: int) -> SumMicrobatch:
     """Sums of losses, weights and gradients over a whole step's batch [M, B, T], reduced once, in fp32.
 
-    The function takes weights in use and a batch whose `sequences` number its sequences in the run.
+    The function takes weights in use, what of them is in fp8, and a batch whose `sequences` number its
+    sequences in the run.
 
     Args:
       dtype: of the accumulators.
     """
 
-    def sum_microbatch(weights: Params, microbatch: Batch) -> Sums:
+    def sum_microbatch(weights: Params, fp8: Fp8Weights | None, microbatch: Batch) -> Sums:
         arrays = dict(microbatch)
         keys_B = jax.vmap(lambda number: jax.random.fold_in(make_key(seed), number))(arrays.pop("sequences"))
-        sum_losses = jax.value_and_grad(model.sum_losses, has_aux=True)
-        (loss, weight), gradients = sum_losses(weights, arrays, keys_B)
-        return loss.astype(widen(dtype)), weight.astype(widen(dtype)), gradients
+
+        def sum_losses(weights: Params, scales: Any) -> tuple[jax.Array, jax.Array]:
+            if fp8 is None:
+                return model.sum_losses(weights, arrays, keys_B)
+            return model.sum_losses(weights, arrays, keys_B, fp8=fp8._replace(scales=scales))
+
+        differentiate = jax.value_and_grad(sum_losses, argnums=(0, 1), has_aux=True)
+        (loss, weight), (gradients, amaxes) = differentiate(weights, fp8.scales if fp8 else None)
+        return Sums(loss.astype(widen(dtype)), weight.astype(widen(dtype)), gradients, amaxes)
 
     if not layouts.reduction_axes:
         return _scan_microbatches(sum_microbatch, layouts, dtype, groups=())
@@ -58,13 +77,15 @@ def _reduce_in_region(sum_microbatch: SumMicrobatch, layouts: Layouts, dtype: jn
     manual = layouts.reduction_axes
     accumulate = _scan_microbatches(sum_microbatch, layouts, dtype, groups=())
 
-    def accumulate_and_reduce(weights: Params, batch: Batch) -> Sums:
-        return lax.psum(accumulate(weights, batch), manual)
+    def accumulate_and_reduce(weights: Params, fp8: Fp8Weights | None, batch: Batch) -> Sums:
+        sums = accumulate(weights, fp8, batch)
+        amaxes = lax.pmax(sums.amaxes, manual)
+        return lax.psum(sums._replace(amaxes=None), manual)._replace(amaxes=amaxes)
 
     return jax.shard_map(
         accumulate_and_reduce,
         mesh=layouts.mesh,
-        in_specs=(PartitionSpec(), PartitionSpec(None, manual)),
+        in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec(None, manual)),
         out_specs=PartitionSpec(),
         axis_names=set(manual),
         check_vma=False,
@@ -73,17 +94,19 @@ def _reduce_in_region(sum_microbatch: SumMicrobatch, layouts: Layouts, dtype: jn
 
 def _reduce_groups(sum_microbatch: SumMicrobatch, layouts: Layouts, dtype: jnp.dtype) -> SumMicrobatch:
     groups = layouts.reduction_axes
-    vmapped = jax.vmap(sum_microbatch, in_axes=(None, 0), spmd_axis_name=groups)
+    vmapped = jax.vmap(sum_microbatch, in_axes=(None, None, 0), spmd_axis_name=groups)
 
-    def sum_group(weights: Params, microbatch: Batch) -> Sums:
+    def sum_group(weights: Params, fp8: Fp8Weights | None, microbatch: Batch) -> Sums:
         with take_axes(groups):
-            return vmapped(weights, microbatch)
+            return vmapped(weights, fp8, microbatch)
 
     accumulate = _scan_microbatches(sum_group, layouts, dtype, groups=groups)
 
-    def accumulate_and_reduce(weights: Params, batch: Batch) -> Sums:
+    def accumulate_and_reduce(weights: Params, fp8: Fp8Weights | None, batch: Batch) -> Sums:
         grouped = {name: _group_sequences(array, layouts) for name, array in batch.items()}
-        return jax.tree.map(lambda sums: sums.sum(0), accumulate(weights, grouped))
+        sums = accumulate(weights, fp8, grouped)
+        amaxes = jax.tree.map(lambda amaxes: amaxes.max(0), sums.amaxes)
+        return jax.tree.map(lambda sums: sums.sum(0), sums._replace(amaxes=None))._replace(amaxes=amaxes)
 
     return accumulate_and_reduce
 
@@ -107,25 +130,33 @@ def _scan_microbatches(
 ) -> SumMicrobatch:
     """Sums over the leading dim of the batch, in accumulators of `dtype`; the sums come in fp32 at least."""
 
-    def visit(weights: Params, microbatch: Batch) -> Sums:
-        loss, weight, gradients = sum_microbatch(weights, microbatch)
-        return loss, weight, _pin(jax.tree.map(lambda g: g.astype(dtype), gradients), layouts, groups)
+    def visit(weights: Params, fp8: Fp8Weights | None, microbatch: Batch) -> Sums:
+        sums = sum_microbatch(weights, fp8, microbatch)
+        narrow = jax.tree.map(lambda g: g.astype(dtype), sums.gradients)
+        return sums._replace(gradients=_pin(narrow, layouts, groups))
 
-    def accumulate(weights: Params, batch: Batch) -> Sums:
+    def accumulate(weights: Params, fp8: Fp8Weights | None, batch: Batch) -> Sums:
         if next(iter(batch.values())).shape[0] == 1:  # no accumulator beside the one gradient
-            sums = visit(weights, jax.tree.map(lambda a: a[0], batch))
+            sums = visit(weights, fp8, jax.tree.map(lambda a: a[0], batch))
         else:
 
             def add(carry: Sums, microbatch: Batch) -> tuple[Sums, None]:
-                return jax.tree.map(jnp.add, carry, visit(weights, microbatch)), None
+                return _join(carry, visit(weights, fp8, microbatch)), None
 
             lead = (math.prod(layouts.mesh.shape[axis] for axis in groups),) if groups else ()
             zeros = jax.tree.map(lambda w: jnp.zeros((*lead, *w.shape), dtype), weights)
             nothing = jnp.zeros(lead, widen(dtype))
-            sums, _ = lax.scan(add, (nothing, nothing, _pin(zeros, layouts, groups)), batch)
+            scales = fp8.scales if fp8 else None
+            amaxes = jax.tree.map(lambda s: jnp.zeros((*lead, *s.shape), s.dtype), scales)
+            sums, _ = lax.scan(add, Sums(nothing, nothing, _pin(zeros, layouts, groups), amaxes), batch)
         return jax.tree.map(lambda a: a.astype(widen(a.dtype)), sums)
 
     return accumulate
+
+
+def _join(a: Sums, b: Sums) -> Sums:
+    amaxes = jax.tree.map(jnp.maximum, a.amaxes, b.amaxes)
+    return jax.tree.map(jnp.add, a._replace(amaxes=None), b._replace(amaxes=None))._replace(amaxes=amaxes)
 
 
 def _pin(tree: Params, layouts: Layouts, groups: tuple[str, ...]) -> Params:

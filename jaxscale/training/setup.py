@@ -50,11 +50,11 @@ class Setup:
 
     @cached_property
     def shardings(self) -> TrainState:
-        return lay_state(self.model, self.optimizer, self.layouts)
+        return lay_state(self.model, self.optimizer, self.config, self.layouts)
 
     @cached_property
     def abstract_state(self) -> TrainState:
-        return describe_state(self.model, self.optimizer, self.shardings)
+        return describe_state(self.model, self.optimizer, self.config, self.shardings)
 
     @property
     def strategy(self) -> Mapping[str, Axes]:
@@ -69,7 +69,10 @@ class Setup:
 
     def compile_init(self) -> Compiled:
         """PRNG key -> `TrainState`, each leaf made where it lies, never first on one device."""
-        init = jax.jit(lambda key: init_state(self.model, self.optimizer, key), out_shardings=self.shardings)
+        init = jax.jit(
+            lambda key: init_state(self.model, self.optimizer, self.config, key),
+            out_shardings=self.shardings,
+        )
         # It runs once: on CPU, LLVM at full effort takes three times as long and gains nothing.
         options: Any = {"xla_backend_optimization_level": 1} if self.platform == "cpu" else None
         with self.ambient():

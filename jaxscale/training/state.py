@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxscale.config import Config
 from jaxscale.models.model import Model
 from jaxscale.sharding.zero import Layouts
+from jaxscale.training.fp8_scaling import init_history
 from jaxscale.training.optimizer_layout import lay_optimizer
 
 
@@ -21,6 +23,8 @@ class TrainState:
     """Nested dicts of arrays, as the optimizer keeps them."""
     moments: Any
     """State of the optax optimizer."""
+    fp8: Any
+    """Largest magnitudes of the last steps (`jaxscale.training.fp8_scaling`); None without delayed scales."""
     updates: jax.Array
     """Applied optimizer updates."""
     skips: jax.Array
@@ -33,7 +37,9 @@ class TrainState:
     """Sequences of applied updates: the clock of the learning rate, in units of batch.length tokens."""
 
 
-def init_state(model: Model, optimizer: optax.GradientTransformation, key: jax.Array) -> TrainState:
+def init_state(
+    model: Model, optimizer: optax.GradientTransformation, config: Config, key: jax.Array
+) -> TrainState:
     """The state before the first step; run it under `jit` with `lay_state` as output shardings."""
     params = model.init(key)
 
@@ -41,21 +47,25 @@ def init_state(model: Model, optimizer: optax.GradientTransformation, key: jax.A
     def zero() -> jax.Array:
         return jnp.zeros((), jnp.uint32)
 
-    return TrainState(params, optimizer.init(params), zero(), zero(), zero(), zero(), zero())
+    history = init_history(model, config.fp8)
+    return TrainState(params, optimizer.init(params), history, zero(), zero(), zero(), zero(), zero())
 
 
-def lay_state(model: Model, optimizer: optax.GradientTransformation, layouts: Layouts) -> TrainState:
+def lay_state(
+    model: Model, optimizer: optax.GradientTransformation, config: Config, layouts: Layouts
+) -> TrainState:
     """The sharding of each leaf of the state, as a `TrainState` of shardings."""
     whole: Any = layouts.replicated
     moments = lay_optimizer(optimizer, model.shapes, layouts)
-    return TrainState(layouts.params, moments, whole, whole, whole, whole, whole)
+    history = jax.tree.map(lambda _: whole, jax.eval_shape(lambda: init_history(model, config.fp8)))
+    return TrainState(layouts.params, moments, history, whole, whole, whole, whole, whole)
 
 
 def describe_state(
-    model: Model, optimizer: optax.GradientTransformation, shardings: TrainState
+    model: Model, optimizer: optax.GradientTransformation, config: Config, shardings: TrainState
 ) -> TrainState:
     """The state as `ShapeDtypeStruct`s with shardings, nothing allocated."""
-    abstract = jax.eval_shape(lambda: init_state(model, optimizer, jax.random.key(0)))
+    abstract = jax.eval_shape(lambda: init_state(model, optimizer, config, jax.random.key(0)))
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         abstract,

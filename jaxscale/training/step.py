@@ -20,6 +20,7 @@ from jaxscale.models.model import Batch, Model, Params
 from jaxscale.numerics.policy import DTYPES, compute_dtype, matmul_precision
 from jaxscale.sharding.rules import iterate_leaves
 from jaxscale.sharding.zero import Layouts
+from jaxscale.training.fp8_scaling import are_finite, make_fp8_weights, record_amaxes
 from jaxscale.training.gradients import make_gradient_sums
 from jaxscale.training.optimizer import clip_gradients
 from jaxscale.training.schedule import learning_rate
@@ -85,22 +86,23 @@ def make_step(
         with matmul_precision(config.precision):
             weights = make_weights(state.params, layouts, compute_dtype(config.precision))
             numbers = _number_sequences(state, config, layouts)
-            loss_sum, weight_sum, gradient_sums = sum_gradients(weights, {**batch, "sequences": numbers})
-        weight = jnp.maximum(weight_sum, 1.0)
+            fp8 = make_fp8_weights(state.params, state.fp8, model, layouts, config.fp8)
+            sums = sum_gradients(weights, fp8, {**batch, "sequences": numbers})
+        weight = jnp.maximum(sums.weight, 1.0)
         # The optimizer works in the layout of its state: where that is finer than the accumulators', this is
         # where each device takes its part of the reduced gradient.
-        gradients = jax.tree.map(lambda g: g / weight, _lay(gradient_sums, layouts.moments))
+        gradients = jax.tree.map(lambda g: g / weight, _lay(sums.gradients, layouts.moments))
         clipped, norm = clip_gradients(gradients, config.optimizer.clip_norm)
-        loss, rate = loss_sum / weight, _find_rate(state, config)
-        good = jnp.isfinite(loss) & jnp.isfinite(norm) & (weight_sum > 0)
+        loss, rate = sums.loss / weight, _find_rate(state, config)
+        good = jnp.isfinite(loss) & jnp.isfinite(norm) & (sums.weight > 0) & are_finite(sums.amaxes)
         # A branch, not a selection of every element: the state left alone costs nothing, and less memory.
-        state = lax.cond(good, update, _count_skip, state, clipped, rate)
+        state = lax.cond(good, update, _count_skip, state, clipped, rate, sums.amaxes)
         state = replace(state, sequences=state.sequences + _sequences(config))
         metrics = {
             "loss": loss,
             "grad_norm": norm,
             "lr": rate,
-            "counted_tokens": weight_sum,
+            "counted_tokens": sums.weight,
             "skipped": ~good,
             "skips_in_row": state.skips_in_row,
         }
@@ -111,8 +113,8 @@ def make_step(
 
 def _make_update(
     optimizer: optax.GradientTransformation, layouts: Layouts, config: Config
-) -> Callable[[TrainState, Params, jax.Array], TrainState]:
-    def update(state: TrainState, gradients: Params, rate: jax.Array) -> TrainState:
+) -> Callable[[TrainState, Params, jax.Array, Any], TrainState]:
+    def update(state: TrainState, gradients: Params, rate: jax.Array, amaxes: Any) -> TrainState:
         """The state after one update, data position aside."""
         updates, moments = optimizer.update(gradients, state.moments, state.params)
         params = jax.tree.map(lambda p, u: (p - rate * u).astype(p.dtype), state.params, updates)
@@ -120,6 +122,7 @@ def _make_update(
             state,
             params=_lay(params, layouts.params),
             moments=moments,
+            fp8=record_amaxes(state.fp8, amaxes),
             updates=state.updates + jnp.uint32(1),
             skips_in_row=jnp.zeros_like(state.skips_in_row),
             trained_sequences=state.trained_sequences + _sequences(config),

@@ -1,0 +1,125 @@
+"""Matmuls in fp8: E4M3 forward, E5M2 for gradients, one scale a tensor (Micikevicius 2022, arXiv 2209.05433).
+
+A scale is a power of two, the largest that keeps what it is made of within the format. So scaling and its
+undoing round nothing, and a scale twice as large gives the same numbers but for those that fall below the
+format's smallest: neither a mesh nor a number of microbatches shows in the digits.
+
+Products are summed in fp32 and rounded to the format of activations. Hardware without fp8 multiplies the same
+fp8 numbers in a wider format, which holds every product exactly.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+E4M3 = jnp.dtype(jnp.float8_e4m3fn)
+E5M2 = jnp.dtype(jnp.float8_e5m2)
+
+_MOST_EXPONENT = 126  # a scale and its inverse are both normal numbers of fp32
+
+
+class Scales(NamedTuple):
+    """Scales of a matmul's operands, fp32 scalars: a number times its scale is stored."""
+
+    kernel: jax.Array
+    activation: jax.Array
+    gradient: jax.Array
+    """Of the loss with respect to the matmul's result."""
+
+
+class Fp8Weights(NamedTuple):
+    """What a model multiplies in fp8, by the path of the kernel, layers first."""
+
+    kernels: dict[str, jax.Array]
+    """Kernels times their scales, E4M3."""
+    scales: dict[str, jax.Array]
+    """[layers, 3], in the order of `Scales`, fp32."""
+
+
+def find_amax(x: jax.Array, axis: tuple[int, ...] | None = None) -> jax.Array:
+    """The largest magnitude, fp32; not finite where any element is not."""
+    return jnp.abs(x).max(axis).astype(jnp.float32)
+
+
+def find_scale(amax: jax.Array, dtype: jnp.dtype, margin: int = 0) -> jax.Array:
+    """The largest power of two that keeps `amax` times it within the format's range over 2^margin.
+
+    1 where `amax` is zero or not finite. fp32, of the shape of `amax`.
+    """
+    _, exponent = jnp.frexp(jnp.finfo(dtype).max.astype(jnp.float32) / amax)
+    exponent = jnp.clip(exponent - 1 - margin, -_MOST_EXPONENT, _MOST_EXPONENT)
+    return jnp.where(jnp.isfinite(amax) & (amax > 0), jnp.ldexp(jnp.float32(1), exponent), 1.0)
+
+
+def quantise(x: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """`x` times its scale in fp8; what lies beyond the format's range becomes its end."""
+    limit = jnp.finfo(dtype).max.astype(x.dtype)
+    return jnp.clip(x * scale.astype(x.dtype), -limit, limit).astype(dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def einsum_fp8(
+    equation: str, is_dynamic: bool, x: jax.Array, kernel: jax.Array, kernel_fp8: jax.Array, scales: Scales
+) -> jax.Array:
+    """`einsum(equation, x, kernel)` in fp8, whose gradients are matmuls in fp8 too.
+
+    Args:
+      equation: of two operands that share no batch dim, such as "BTD,DF->BTF": the result has the dims that
+        are left of x, then those of the kernel.
+      is_dynamic: whether the scales of activation and gradient are found in the tensors at hand, rather than
+        taken from `scales`.
+      kernel: takes the gradient; its numbers are not read.
+      kernel_fp8: the kernel times its scale, E4M3.
+
+    Returns:
+      the result in the dtype of x. The derivative with respect to `scales` is not one: it is the largest
+      magnitudes of activation and gradient (0 for the kernel), which is how they leave a backward pass.
+    """
+    return _forward(equation, is_dynamic, x, kernel, kernel_fp8, scales)[0]
+
+
+def _forward(
+    equation: str, is_dynamic: bool, x: jax.Array, kernel: jax.Array, kernel_fp8: jax.Array, scales: Scales
+) -> tuple:
+    amax = find_amax(x)
+    scale = find_scale(amax, E4M3) if is_dynamic else scales.activation
+    x_fp8 = quantise(x, scale, E4M3)
+    y = _multiply(equation, x_fp8, kernel_fp8, scale * scales.kernel, x.dtype)
+    like_kernel = jnp.zeros((), kernel.dtype)
+    return y, (x_fp8, kernel_fp8, amax, scales._replace(activation=scale), like_kernel)
+
+
+def _backward(equation: str, is_dynamic: bool, kept: tuple, dy: jax.Array) -> tuple:
+    x_fp8, kernel_fp8, x_amax, scales, like_kernel = kept
+    amax = find_amax(dy)
+    scale = find_scale(amax, E5M2) if is_dynamic else scales.gradient
+    dy_fp8 = quantise(dy, scale, E5M2)
+    operands, y_dims = equation.split("->")
+    x_dims, kernel_dims = operands.split(",")
+    dx = _multiply(f"{y_dims},{kernel_dims}->{x_dims}", dy_fp8, kernel_fp8, scale * scales.kernel, dy.dtype)
+    dkernel = _multiply(
+        f"{x_dims},{y_dims}->{kernel_dims}", x_fp8, dy_fp8, scale * scales.activation, like_kernel.dtype
+    )
+    return dx, dkernel, jnp.zeros_like(kernel_fp8), Scales(jnp.zeros_like(amax), x_amax, amax)
+
+
+einsum_fp8.defvjp(_forward, _backward)
+
+
+def _multiply(equation: str, a: jax.Array, b: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """An einsum of two fp8 operands, perhaps of two formats, their scales undone, in `dtype`.
+
+    The result is rounded before its scale is undone, not after: where a dim that is summed lies over devices,
+    `dtype` then travels and not fp32.
+    """
+    operands, result = equation.split("->")
+    a_dims, b_dims = operands.split(",")
+    contracted = [dim for dim in a_dims if dim in b_dims]
+    kept = [dim for dim in a_dims + b_dims if dim not in contracted]
+    assert result == "".join(kept), f"{equation}: the result's dims are those left of x, then of the kernel"
+    dims = tuple(tuple(map(operand.index, contracted)) for operand in (a_dims, b_dims))
+    product = lax.dot_general(a, b, (dims, ((), ())), preferred_element_type=dtype)
+    return product * (1 / scale).astype(dtype)
