@@ -99,13 +99,25 @@ class Projection(nnx.Module):
         self.scales = None if shape.fp8 == "none" else Fp8Input(jnp.ones(len(Scales._fields), jnp.float32))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        kernel = self.kernel[...].astype(x.dtype)
-        if self.kernel_fp8 is None:
-            y = jnp.einsum(self.equation, x, kernel)
-        else:
-            scales = Scales(*self.scales[...])
-            y = einsum_fp8(self.equation, self.is_dynamic, x, kernel, self.kernel_fp8[...], scales)
-        return y if self.bias is None else y + self.bias[...].astype(x.dtype)
+        return project(x, self)[0]
+
+
+def project(x: jax.Array, *projections: Projection) -> tuple[jax.Array, ...]:
+    """The projections of one input."""
+    kernels = tuple(each.kernel[...].astype(x.dtype) for each in projections)
+    equations = tuple(each.equation for each in projections)
+    if projections[0].kernel_fp8 is None:
+        results = tuple(
+            jnp.einsum(equation, x, kernel) for equation, kernel in zip(equations, kernels, strict=True)
+        )
+    else:
+        kernels_fp8 = tuple(each.kernel_fp8[...] for each in projections)
+        scales = tuple(Scales(*each.scales[...]) for each in projections)
+        results = einsum_fp8(equations, projections[0].is_dynamic, x, kernels, kernels_fp8, scales)
+    return tuple(
+        y if each.bias is None else y + each.bias[...].astype(x.dtype)
+        for y, each in zip(results, projections, strict=True)
+    )
 
 
 class Norm(nnx.Module):
@@ -168,9 +180,10 @@ class Attention(nnx.Module):
         return self.out(mixed_BTNH), keys_BSKH, values_BSKH
 
     def _project(self, x_BTD: jax.Array, rotation: Rotation | None) -> tuple[jax.Array, ...]:
-        q_BTNH = constrain(self.query(x_BTD), "batch", "length", "heads", "head")
-        k_BTKH = constrain(self.key(x_BTD), "batch", "length", "kv_heads", "head")
-        v_BTKH = constrain(self.value(x_BTD), "batch", "length", "kv_heads", "head")
+        q_BTNH, k_BTKH, v_BTKH = project(x_BTD, self.query, self.key, self.value)
+        q_BTNH = constrain(q_BTNH, "batch", "length", "heads", "head")
+        k_BTKH = constrain(k_BTKH, "batch", "length", "kv_heads", "head")
+        v_BTKH = constrain(v_BTKH, "batch", "length", "kv_heads", "head")
         if rotation is not None:
             q_BTNH, k_BTKH = rotate(q_BTNH, rotation), rotate(k_BTKH, rotation)
         return q_BTNH, k_BTKH, v_BTKH
@@ -189,10 +202,12 @@ class Mlp(nnx.Module):
         )
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        up_BTF = constrain(self.up(x_BTD), "batch", "length", "mlp")
         if self.gate is None:
+            up_BTF = constrain(self.up(x_BTD), "batch", "length", "mlp")
             return self.down(jax.nn.gelu(up_BTF, approximate=True))
-        gate_BTF = constrain(self.gate(x_BTD), "batch", "length", "mlp")
+        up_BTF, gate_BTF = (
+            constrain(y_BTF, "batch", "length", "mlp") for y_BTF in project(x_BTD, self.up, self.gate)
+        )
         return self.down(jax.nn.silu(gate_BTF) * up_BTF)
 
 

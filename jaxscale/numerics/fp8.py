@@ -62,58 +62,84 @@ def quantise(x: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def einsum_fp8(
-    equation: str, is_dynamic: bool, x: jax.Array, kernel: jax.Array, kernel_fp8: jax.Array, scales: Scales
-) -> jax.Array:
-    """`einsum(equation, x, kernel)` in fp8, whose gradients are matmuls in fp8 too.
+    equations: tuple[str, ...],
+    is_dynamic: bool,
+    x: jax.Array,
+    kernels: tuple[jax.Array, ...],
+    kernels_fp8: tuple[jax.Array, ...],
+    scales: tuple[Scales, ...],
+) -> tuple[jax.Array, ...]:
+    """`einsum(equation, x, kernel)` for each kernel in fp8, and so are the matmuls of the gradients.
+
+    Kernels that share their input are handed over together: it is made fp8 once, and the gradients that flow
+    back to it are summed before their scale is undone. Where the sum is over devices it then crosses once.
 
     Args:
-      equation: of two operands that share no batch dim, such as "BTD,DF->BTF": the result has the dims that
-        are left of x, then those of the kernel.
+      equations: each of two operands that share no batch dim, such as "BTD,DF->BTF": the result has the dims
+        that are left of x, then those of the kernel.
       is_dynamic: whether the scales of activation and gradient are found in the tensors at hand, rather than
         taken from `scales`.
-      kernel: takes the gradient; its numbers are not read.
-      kernel_fp8: the kernel times its scale, E4M3.
+      kernels: take the gradients; their numbers are not read.
+      kernels_fp8: each kernel times its scale, E4M3.
+      scales: of each kernel; that of the activation is the first's.
 
     Returns:
-      the result in the dtype of x. The derivative with respect to `scales` is not one: it is the largest
+      the results in the dtype of x. The derivative with respect to `scales` is not one: it is the largest
       magnitudes of activation and gradient (0 for the kernel), which is how they leave a backward pass.
     """
-    return _forward(equation, is_dynamic, x, kernel, kernel_fp8, scales)[0]
+    return _forward(equations, is_dynamic, x, kernels, kernels_fp8, scales)[0]
 
 
 def _forward(
-    equation: str, is_dynamic: bool, x: jax.Array, kernel: jax.Array, kernel_fp8: jax.Array, scales: Scales
+    equations: tuple[str, ...],
+    is_dynamic: bool,
+    x: jax.Array,
+    kernels: tuple[jax.Array, ...],
+    kernels_fp8: tuple[jax.Array, ...],
+    scales: tuple[Scales, ...],
 ) -> tuple:
     amax = find_amax(x)
-    scale = find_scale(amax, E4M3) if is_dynamic else scales.activation
+    scale = find_scale(amax, E4M3) if is_dynamic else scales[0].activation
     x_fp8 = quantise(x, scale, E4M3)
-    y = _multiply(equation, x_fp8, kernel_fp8, scale * scales.kernel, x.dtype)
-    like_kernel = jnp.zeros((), kernel.dtype)
-    return y, (x_fp8, kernel_fp8, amax, scales._replace(activation=scale), like_kernel)
-
-
-def _backward(equation: str, is_dynamic: bool, kept: tuple, dy: jax.Array) -> tuple:
-    x_fp8, kernel_fp8, x_amax, scales, like_kernel = kept
-    amax = find_amax(dy)
-    scale = find_scale(amax, E5M2) if is_dynamic else scales.gradient
-    dy_fp8 = quantise(dy, scale, E5M2)
-    operands, y_dims = equation.split("->")
-    x_dims, kernel_dims = operands.split(",")
-    dx = _multiply(f"{y_dims},{kernel_dims}->{x_dims}", dy_fp8, kernel_fp8, scale * scales.kernel, dy.dtype)
-    dkernel = _multiply(
-        f"{x_dims},{y_dims}->{kernel_dims}", x_fp8, dy_fp8, scale * scales.activation, like_kernel.dtype
+    results = tuple(
+        _multiply(equation, x_fp8, kernel, x.dtype) / (scale * each.kernel).astype(x.dtype)
+        for equation, kernel, each in zip(equations, kernels_fp8, scales, strict=True)
     )
-    return dx, dkernel, jnp.zeros_like(kernel_fp8), Scales(jnp.zeros_like(amax), x_amax, amax)
+    dtypes = tuple(jnp.zeros((), kernel.dtype) for kernel in kernels)
+    return results, (x_fp8, scale, amax, kernels_fp8, scales, dtypes)
+
+
+def _backward(equations: tuple[str, ...], is_dynamic: bool, kept: tuple, dys: tuple[jax.Array, ...]) -> tuple:
+    x_fp8, x_scale, x_amax, kernels_fp8, scales, dtypes = kept
+    amaxes = [find_amax(dy) for dy in dys]
+    dy_scales = [
+        find_scale(amax, E5M2) if is_dynamic else each.gradient
+        for amax, each in zip(amaxes, scales, strict=True)
+    ]
+    # One scale for all that is summed: smaller than a gradient's own, and E5M2 has 30 powers of two to spare.
+    dx_scale = jnp.stack([dy * each.kernel for dy, each in zip(dy_scales, scales, strict=True)]).min()
+    dx_sum, dkernels = 0, []
+    for equation, dy, kernel_fp8, each, like in zip(equations, dys, kernels_fp8, scales, dtypes, strict=True):
+        operands, y_dims = equation.split("->")
+        x_dims, kernel_dims = operands.split(",")
+        dy_scale = dx_scale / each.kernel
+        dy_fp8 = quantise(dy, dy_scale, E5M2)
+        dx_sum += _multiply(f"{y_dims},{kernel_dims}->{x_dims}", dy_fp8, kernel_fp8, dy.dtype)
+        dkernel = _multiply(f"{x_dims},{y_dims}->{kernel_dims}", x_fp8, dy_fp8, like.dtype)
+        dkernels.append(dkernel / (x_scale * dy_scale).astype(like.dtype))
+    seen = tuple(Scales(jnp.zeros_like(amax), x_amax, amax) for amax in amaxes)
+    nothing = tuple(jnp.zeros_like(kernel_fp8) for kernel_fp8 in kernels_fp8)
+    return dx_sum / dx_scale.astype(dx_sum.dtype), tuple(dkernels), nothing, seen
 
 
 einsum_fp8.defvjp(_forward, _backward)
 
 
-def _multiply(equation: str, a: jax.Array, b: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """An einsum of two fp8 operands, perhaps of two formats, their scales undone, in `dtype`.
+def _multiply(equation: str, a: jax.Array, b: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """An einsum of two fp8 operands, perhaps of two formats, rounded to `dtype`, scales and all.
 
-    The result is rounded before its scale is undone, not after: where a dim that is summed lies over devices,
-    `dtype` then travels and not fp32.
+    The rounding comes before scales are undone: where a dim that is summed lies over devices, `dtype` then
+    travels and not fp32.
     """
     operands, result = equation.split("->")
     a_dims, b_dims = operands.split(",")
@@ -121,5 +147,4 @@ def _multiply(equation: str, a: jax.Array, b: jax.Array, scale: jax.Array, dtype
     kept = [dim for dim in a_dims + b_dims if dim not in contracted]
     assert result == "".join(kept), f"{equation}: the result's dims are those left of x, then of the kernel"
     dims = tuple(tuple(map(operand.index, contracted)) for operand in (a_dims, b_dims))
-    product = lax.dot_general(a, b, (dims, ((), ())), preferred_element_type=dtype)
-    return product * (1 / scale).astype(dtype)
+    return lax.dot_general(a, b, (dims, ((), ())), preferred_element_type=dtype)
