@@ -39,7 +39,9 @@ def inspect_setup(
     """
     config = setup.config
     optimizer_leaves, _ = describe_optimizer(setup.optimizer, setup.model.shapes, setup.layouts)
-    leaves, counter_bytes = weigh_leaves(setup.layouts, optimizer_leaves, config.precision)
+    leaves, counter_bytes = weigh_leaves(
+        setup.layouts, optimizer_leaves, config.precision, setup.model.fp8_kernels
+    )
     warnings = warn_of_replication(leaves, wanted_axes(config.zero.stage))
     seen = _look_at_step(setup, progress) if compile else None
     rows = tabulate_traffic(seen.collectives if seen else ())

@@ -12,6 +12,7 @@ TOLERANCE = 0.05
 NEGLIGIBLE = 0.001  # of all that a step sends: a difference that is not worth a word
 _SHOWN_OPERATIONS = 3
 _LONGEST_NAME = 70  # characters of an operation's name
+_WIRE_FORMATS = {"bf16": "bf16", "fp16": "f16", "fp8": "f8e4m3fn"}  # as HLO names them
 
 Key = tuple[Axes, str]
 
@@ -89,12 +90,13 @@ def warn_of_formats(collectives: Iterable[Collective], compute: str, platform: s
     Args:
       compute: `precision.compute`, such as `bf16`.
     """
+    wire = _WIRE_FORMATS.get(compute)
     sent = {dtype for each in collectives if each.axes for dtype in each.dtypes}
-    if compute in ("fp32", "fp64") or compute in sent or "f32" not in sent:
+    if wire is None or wire in sent or "f32" not in sent:
         return []
     return [
-        f"no collective travels in {compute}, the compute format: the compiler for {platform} widens it to "
-        "f32; elements are as on any platform, bytes up to twice those of one that keeps it"
+        f"no collective travels in {compute}, the compute format: the compiler for {platform} widens it; "
+        "elements are as on any platform, bytes are more than where it is kept"
     ]
 
 

@@ -1,7 +1,7 @@
 """Bytes of each parameter on a device, from shapes and layouts alone."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 
 from jaxscale.config import PrecisionConfig
 from jaxscale.inspection.report import LeafReport, StateBytes
+from jaxscale.numerics.fp8 import E4M3
 from jaxscale.numerics.policy import DTYPES, compute_dtype
 from jaxscale.sharding.rules import Axes, Leaf, iterate_leaves
 from jaxscale.sharding.zero import Layouts, dim_axes, spec_axes
@@ -38,9 +39,16 @@ def measure_part(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) ->
 
 
 def weigh_leaves(
-    layouts: Layouts, optimizer_leaves: Sequence[StateLeaf], precision: PrecisionConfig
+    layouts: Layouts,
+    optimizer_leaves: Sequence[StateLeaf],
+    precision: PrecisionConfig,
+    fp8_kernels: Container[str] = (),
 ) -> tuple[tuple[LeafReport, ...], int]:
-    """(a report for each parameter in tree order, bytes of optimizer state that belongs to no parameter)."""
+    """(a report for each parameter in tree order, bytes of optimizer state that belongs to no parameter).
+
+    Args:
+      fp8_kernels: paths of what is in use in fp8.
+    """
     moments: dict[str | None, list[Part]] = {}
     for leaf in optimizer_leaves:
         moments.setdefault(leaf.parameter, []).append(measure_part(leaf.shape, leaf.dtype, leaf.sharding))
@@ -48,7 +56,15 @@ def weigh_leaves(
         dict(iterate_leaves(tree)) for tree in (layouts.params, layouts.weights, layouts.gradients)
     )
     reports = tuple(
-        _weigh_leaf(leaf, kept[path], weights[path], gradients[path], moments.get(path, []), precision)
+        _weigh_leaf(
+            leaf,
+            E4M3 if path in fp8_kernels else leaf.dtype if leaf.is_exempt else compute_dtype(precision),
+            kept[path],
+            weights[path],
+            gradients[path],
+            moments.get(path, []),
+            precision,
+        )
         for path, leaf in layouts.leaves.items()
     )
     return reports, sum(part.bytes for part in moments.get(None, []))
@@ -56,13 +72,13 @@ def weigh_leaves(
 
 def _weigh_leaf(
     leaf: Leaf,
+    in_compute: jnp.dtype,
     kept: NamedSharding,
     weight: NamedSharding,
     gradient: NamedSharding,
     moments: list[Part],
     precision: PrecisionConfig,
 ) -> LeafReport:
-    in_compute = leaf.dtype if leaf.is_exempt else compute_dtype(precision)
     is_master = in_compute != leaf.dtype or not weight.is_equivalent_to(kept, len(leaf.shape))
     parts = {
         "parameters": [measure_part(leaf.shape, in_compute, weight)],

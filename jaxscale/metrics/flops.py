@@ -49,6 +49,18 @@ _PEAKS: dict[str, tuple[float, frozenset[str]]] = {
     "NVIDIA L40S": (362, _GPU),
 }
 
+# Peak dense TFLOP/s in fp8, from the same datasheets; devices of the table above that are missing here have
+# no fp8 units.
+_FP8_PEAKS: dict[str, float] = {
+    "TPU7x": 4614 / 2,
+    "NVIDIA H100 80GB HBM3": 1979,
+    "NVIDIA H100 PCIe": 1513,
+    "NVIDIA H100 NVL": 1671,
+    "NVIDIA H200": 1979,
+    "NVIDIA L4": 242,
+    "NVIDIA L40S": 733,
+}
+
 
 def model_flops_per_token(num_matmul_params: int, layers: int, heads: int, head: int, length: int) -> float:
     """Model FLOPs to train on one token: 6·N + 12·L·H·Q·T.
@@ -60,13 +72,22 @@ def model_flops_per_token(num_matmul_params: int, layers: int, heads: int, head:
 
 
 def peak_flops_per_second(device_kind: str, compute: str) -> float | None:
-    """Peak dense FLOP/s of one jax device in the compute format (`bf16`, `fp16`, `fp32`); None where not
-    known.
+    """Peak dense FLOP/s of one jax device in the compute format (`fp8`, `bf16`, `fp16`, `fp32`); None where
+    not known.
 
     `device_kind` as `jax.Device.device_kind` spells it.
     """
+    if compute == "fp8":
+        return _FP8_PEAKS[device_kind] * _TERA if has_fp8(device_kind) else None
     tera, formats = _PEAKS.get(device_kind, (0.0, frozenset()))
     return tera * _TERA if compute in formats else None
+
+
+def has_fp8(device_kind: str) -> bool | None:
+    """Whether a device multiplies in fp8; None where not known. Otherwise a wider format stands in."""
+    if device_kind in _FP8_PEAKS:
+        return True
+    return False if device_kind in _PEAKS or device_kind == "cpu" else None
 
 
 def model_flops_utilisation(

@@ -111,8 +111,8 @@ def project(x: jax.Array, *projections: Projection) -> tuple[jax.Array, ...]:
             jnp.einsum(equation, x, kernel) for equation, kernel in zip(equations, kernels, strict=True)
         )
     else:
-        kernels_fp8 = tuple(each.kernel_fp8[...] for each in projections)
-        scales = tuple(Scales(*each.scales[...]) for each in projections)
+        kernels_fp8 = tuple(each.kernel_fp8[...] for each in projections if each.kernel_fp8 is not None)
+        scales = tuple(Scales(*each.scales[...]) for each in projections if each.scales is not None)
         results = einsum_fp8(equations, projections[0].is_dynamic, x, kernels, kernels_fp8, scales)
     return tuple(
         y if each.bias is None else y + each.bias[...].astype(x.dtype)

@@ -118,7 +118,7 @@ def _backward(equations: tuple[str, ...], is_dynamic: bool, kept: tuple, dys: tu
     ]
     # One scale for all that is summed: smaller than a gradient's own, and E5M2 has 30 powers of two to spare.
     dx_scale = jnp.stack([dy * each.kernel for dy, each in zip(dy_scales, scales, strict=True)]).min()
-    dx_sum, dkernels = 0, []
+    dx_sum, dkernels = jnp.zeros((), dys[0].dtype), []
     for equation, dy, kernel_fp8, each, like in zip(equations, dys, kernels_fp8, scales, dtypes, strict=True):
         operands, y_dims = equation.split("->")
         x_dims, kernel_dims = operands.split(",")
@@ -146,5 +146,5 @@ def _multiply(equation: str, a: jax.Array, b: jax.Array, dtype: jnp.dtype) -> ja
     contracted = [dim for dim in a_dims if dim in b_dims]
     kept = [dim for dim in a_dims + b_dims if dim not in contracted]
     assert result == "".join(kept), f"{equation}: the result's dims are those left of x, then of the kernel"
-    dims = tuple(tuple(map(operand.index, contracted)) for operand in (a_dims, b_dims))
+    dims = [a_dims.index(dim) for dim in contracted], [b_dims.index(dim) for dim in contracted]
     return lax.dot_general(a, b, (dims, ((), ())), preferred_element_type=dtype)

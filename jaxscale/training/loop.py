@@ -14,7 +14,16 @@ from jaxscale.checkpoint import Checkpoints
 from jaxscale.config import Config, UserError
 from jaxscale.data.dataset import Data, find_vocab
 from jaxscale.data.loader import BatchLoader, evaluation_batches
-from jaxscale.metrics import Console, EvalRecord, JsonlSink, SilentConsole, Sinks, StepRecord, TensorBoardSink
+from jaxscale.metrics import (
+    Console,
+    EvalRecord,
+    JsonlSink,
+    SilentConsole,
+    Sinks,
+    StepRecord,
+    TensorBoardSink,
+    has_fp8,
+)
 from jaxscale.models.model import Model
 from jaxscale.numerics.draw import make_key
 from jaxscale.training.run_dir import RunDir, check_run_dir, open_run_data, write_config
@@ -115,6 +124,7 @@ class _Session:
         if resume_step >= last_step:
             self.console.note(f"{config.run_dir} is at step {resume_step}, past stop_after_steps={last_step}")
             return self._result(Outcome.STOPPED, resume_step)
+        self._note_formats()
         if resume_step:
             self.console.note(f"continuing {config.run_dir} after step {resume_step}")
 
@@ -137,6 +147,14 @@ class _Session:
         if resume_step == 0 and config.eval.every_steps:
             self._evaluate(state, 0, sinks)
         return self._step_to_end(state, step_function, loader, sinks, resume_step + 1, last_step)
+
+    def _note_formats(self) -> None:
+        """Says where a number format is not the hardware's own."""
+        kind = self.setup.mesh.devices.flat[0].device_kind
+        if self.config.precision.compute == "fp8" and has_fp8(kind) is False:
+            self.console.note(
+                f"fp8 is simulated: {kind} multiplies the same fp8 numbers, exactly, in a wider format"
+            )
 
     def _step_to_end(
         self,

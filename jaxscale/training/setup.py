@@ -22,6 +22,7 @@ from jaxscale.numerics.draw import make_key
 from jaxscale.sharding.activations import use_strategy
 from jaxscale.sharding.rules import PARAMETER_STRATEGY, REPLICATED, Axes, lay_leaves, raise_problems
 from jaxscale.sharding.zero import Layouts, lay_stages
+from jaxscale.training.fp8_scaling import find_format_problems
 from jaxscale.training.layout_check import check_constraints, check_layouts
 from jaxscale.training.optimizer import make_optimizer
 from jaxscale.training.state import TrainState, describe_state, init_state, lay_state
@@ -153,7 +154,7 @@ def make_setup(config: Config, mesh: Mesh, vocab: int, model: Model | None = Non
     else:
         raise UserError("model: is required and has no value; give a decoder's shape, or `file` of your own")
     leaves, rule_problems = lay_leaves(model.shapes, model.rules, dict(mesh.shape), find_strategy(config))
-    raise_problems(problems + rule_problems)
+    raise_problems(problems + rule_problems + find_format_problems(config, model))
     layouts = lay_stages(
         leaves, model.shapes, mesh, config.zero.stage, keep_gathered=config.zero.keep_gathered
     )

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.errors import JaxRuntimeError
 
-from jaxscale.config import Config, MeshConfig, ModelConfig, PrecisionConfig, UserError
+from jaxscale.config import Config, Fp8Config, MeshConfig, ModelConfig, PrecisionConfig, UserError
 from jaxscale.data.dataset import find_vocab
 from jaxscale.mesh import axis_sizes, count_asked, make_mesh, resolve_mesh
 from jaxscale.models.build import find_contradictions
@@ -302,7 +302,14 @@ def _prepare(config: Config, *, fp64: bool) -> tuple[Config, tuple[str, ...]]:
         peak_lr=PEAK_LR,
         warmup_tokens=WARMUP_STEPS * batch.sequences * batch.length,
     )
-    prepared = replace(config, steps=2 * WARMUP_STEPS, optimizer=optimizer, precision=precision, model=model)
+    prepared = replace(
+        config,
+        steps=2 * WARMUP_STEPS,
+        optimizer=optimizer,
+        precision=precision,
+        fp8=Fp8Config(),
+        model=model,
+    )
     return prepared, tuple(notes)
 
 
