@@ -1,6 +1,7 @@
 """fp8 in the step: magnitudes of all microbatches and shards, delayed scales, skips, resume, parity."""
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale.checkpoint import Checkpoints
 from jaxscale.config import UserError, parse_config
 from jaxscale.mesh import make_mesh
 from jaxscale.numerics.draw import make_key
@@ -20,7 +20,7 @@ from jaxscale.training.setup import Setup, make_setup
 from jaxscale.training.state import TrainState
 from tests.test_layout_check import make_own_model
 from tests.test_training import corpus, make_run, read_metrics  # noqa: F401
-from tests.tiny import TREE, make_batch, make_config, make_tiny_setup, relative_errors, run_steps
+from tests.tiny import TREE, Trace, make_batch, make_config, make_tiny_setup, relative_errors, run_steps
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 QUERY = "layers/attention/query/kernel"
@@ -151,30 +151,49 @@ def test_infinity_that_fp8_would_clip_is_a_skip_that_changes_nothing(sharded: tu
         np.testing.assert_array_equal(np.array(ours), theirs)
 
 
-@pytest.mark.parametrize("mesh", [{"data": 8}, MESH, {"fsdp": 4, "tensor": 2}], ids=str)
-@pytest.mark.parametrize("scaling", ["delayed", "dynamic"])
-def test_fp8_repeats_itself_on_every_mesh(mesh: dict[str, int], scaling: str) -> None:
-    options = {"precision": "fp8", "fp8": {"scaling": scaling}}
-    reference = run_steps(make_config(**options), 3)
-    trace = run_steps(make_config(mesh=mesh, batch={"microbatches": 4}, **options), 3)
+@cache
+def trace_on_one_device(precision: str, scaling: str = "delayed") -> Trace:
+    return run_steps(make_config(precision=precision, **choose_scaling(precision, scaling)), 3)
+
+
+def choose_scaling(precision: str, scaling: str) -> dict[str, Any]:
+    return {"fp8": {"scaling": scaling}} if precision == "fp8" else {}
+
+
+MESHES = [{"data": 8}, MESH, {"fsdp": 4, "tensor": 2}]
+
+
+@pytest.mark.parametrize(
+    ("precision", "scaling", "mesh"),
+    [
+        pytest.param(precision, scaling, mesh, marks=() if mesh is MESH else pytest.mark.full)
+        for precision, scaling in (("bf16", ""), ("fp8", "delayed"), ("fp8", "dynamic"))
+        for mesh in MESHES
+    ],
+    ids=str,
+)
+def test_a_policy_repeats_itself_on_every_mesh(precision: str, scaling: str, mesh: dict[str, int]) -> None:
+    """Against the same policy on one device, with one microbatch; and it is that policy."""
+    reference = trace_on_one_device(precision, scaling)
+    options = choose_scaling(precision, scaling)
+    trace = run_steps(make_config(mesh=mesh, batch={"microbatches": 4}, precision=precision, **options), 3)
     np.testing.assert_allclose(trace.losses, reference.losses, rtol=2e-3)
     np.testing.assert_allclose(trace.grad_norms, reference.grad_norms, rtol=2e-2)
     assert max(relative_errors(trace.params, reference.params).values()) < 2e-2
-    fp32 = run_steps(make_config(), 3)
-    np.testing.assert_allclose(trace.losses, fp32.losses, rtol=5e-3)
-    assert np.all(trace.losses != run_steps(make_config(precision="bf16"), 3).losses), "it is fp8"
+    np.testing.assert_allclose(trace.losses, trace_on_one_device("fp32").losses, rtol=5e-3)
+    norms = {name: trace_on_one_device(name).grad_norms for name in ("fp32", "bf16")}
+    distance = {name: np.abs(trace.grad_norms / each - 1).max() for name, each in norms.items()}
+    assert (distance["bf16"] < 5e-3) == (precision == "bf16")
+    assert distance["fp32"] > 1e-4
 
 
 def test_the_history_is_saved_and_the_run_goes_on_bit_for_bit(tmp_path: Path, corpus: Path) -> None:  # noqa: F811
-    train(make_run(tmp_path / "whole", corpus, **FP8))
-    broken = make_run(tmp_path / "broken", corpus, **FP8)
-    train(replace(broken, stop_after_steps=3))
-    train(broken)
-    whole, broken = (tmp_path / name for name in ("whole", "broken"))
-    assert read_metrics(type("Run", (), {"metrics": whole / "metrics.jsonl"})) == read_metrics(
-        type("Run", (), {"metrics": broken / "metrics.jsonl"})
-    )
-    assert Checkpoints(broken / "checkpoints", keep=2).latest_step() == 6
+    results = []
+    for name, stops in (("whole", (None,)), ("broken", (3, None))):
+        for stop in stops:
+            config = make_run(tmp_path / name, corpus, eval={"every_steps": 0}, **FP8)
+            results.append(train(replace(config, stop_after_steps=stop)))
+    assert read_metrics(results[0].run_dir) == read_metrics(results[-1].run_dir)
 
 
 def test_what_fp8_does_not_go_with_is_refused() -> None:
