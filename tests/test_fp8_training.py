@@ -137,11 +137,11 @@ def test_infinity_that_fp8_would_clip_is_a_skip_that_changes_nothing(sharded: tu
     setup, step = sharded
     state, _ = step(start(setup), make_batch(setup, 0))
     before = jax.tree.map(np.array, state)
-    scale = np.array(state.params["layers"]["mlp_norm"]["scale"])
-    good = state.params
-    bad = jax.tree.map(lambda leaf: leaf, good)
-    scale[1] *= 1e38  # infinite in bf16 after the norm
-    bad["layers"]["mlp_norm"]["scale"] = put(scale, bad["layers"]["mlp_norm"]["scale"])
+    bad = jax.tree.map(lambda leaf: leaf, state.params)
+    # Gate and up are finite, their product is not; nothing flows back through it.
+    for name, factor in (("gate", 1e21), ("up", 1e21), ("down", 0)):
+        kernel = bad["layers"]["mlp"][name]["kernel"]
+        bad["layers"]["mlp"][name]["kernel"] = put(np.array(kernel) * factor, kernel)
     state, metrics = step(replace(state, params=bad), make_batch(setup, 1))
     assert bool(metrics["skipped"])
     for path, history in before.fp8.items():

@@ -238,6 +238,9 @@ def _loss_of_shard(
         return (loss,)
     if split.channels:
         d_head_DV = lax.psum_scatter(d_head_DV, split.channels, scatter_dimension=0, tiled=True)
+        # Without the barrier XLA's TPU compiler scatters after the loop over microbatches, in fp32, and its
+        # accumulator is whole.
+        d_head_DV = lax.optimization_barrier(d_head_DV)
     return loss, dx.reshape(x_BTD.shape), _sum_over(d_head_DV, split.other_batch_axes)
 
 
