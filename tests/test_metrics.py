@@ -77,6 +77,7 @@ def test_the_field_names_are_the_contract():
         "tokens_per_second",
         "mfu",
         "skipped",
+        "loss_scale",
     ]
     assert json.loads(make_eval(2, loss=0.0).to_json()) == {
         "kind": "eval",

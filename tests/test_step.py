@@ -93,6 +93,7 @@ def test_state_is_donated_and_laid_out_as_asked(programs: Programs) -> None:
 
 def test_only_metrics_come_back(programs: Programs) -> None:
     _, metrics = programs.step(programs.make_state(), make_batch(programs.setup, 0))
+    assert metrics.pop("nonfinite").shape == (len(programs.setup.layouts.leaves),)
     assert all(value.shape == () for value in metrics.values())
 
 

@@ -81,8 +81,7 @@ def plant_lax(monkeypatch, module, **functions):
 
 def test_a_lost_reduction_over_data_is_caught(oracle, monkeypatch):
     def reduce_numbers_only(sums, axes):
-        loss, weight, tree = sums
-        return lax.psum(loss, axes), lax.psum(weight, axes), tree
+        return sums._replace(loss=lax.psum(sums.loss, axes), weight=lax.psum(sums.weight, axes))
 
     plant_lax(monkeypatch, gradients, psum=reduce_numbers_only)
     check_caught(oracle, PLANTED, "gradient at step 1", "gradient norm")
@@ -90,9 +89,9 @@ def test_a_lost_reduction_over_data_is_caught(oracle, monkeypatch):
 
 def test_a_leaf_that_is_not_reduced_is_caught_and_named(oracle, monkeypatch):
     def forget_one(sums, axes):
-        loss, weight, tree = lax.psum(sums, axes)
-        tree["final_norm"]["scale"] = sums[2]["final_norm"]["scale"]
-        return loss, weight, tree
+        reduced = lax.psum(sums, axes)
+        reduced.gradients["final_norm"]["scale"] = sums.gradients["final_norm"]["scale"]
+        return reduced
 
     plant_lax(monkeypatch, gradients, psum=forget_one)
     result = check_caught(oracle, PLANTED, "gradient at step 1: final_norm/scale is off")
@@ -101,11 +100,10 @@ def test_a_leaf_that_is_not_reduced_is_caught_and_named(oracle, monkeypatch):
 
 def test_a_gradient_counted_twice_on_one_shard_is_caught_and_named(oracle, monkeypatch):
     def scale_on_one_shard(sums, axes):
-        loss, weight, tree = sums
-        kernel = tree["layers"]["mlp"]["down"]["kernel"]
+        kernel = sums.gradients["layers"]["mlp"]["down"]["kernel"]
         factor = jnp.where(lax.axis_index(axes[0]) == 1, 1.001, 1.0)
-        tree["layers"]["mlp"]["down"]["kernel"] = kernel * factor
-        return lax.psum((loss, weight, tree), axes)
+        sums.gradients["layers"]["mlp"]["down"]["kernel"] = kernel * factor
+        return lax.psum(sums, axes)
 
     plant_lax(monkeypatch, gradients, psum=scale_on_one_shard)
     result = check_caught(oracle, PLANTED, "layers/mlp/down/kernel")
@@ -155,10 +153,11 @@ def test_a_mean_of_means_over_microbatches_is_caught(oracle, monkeypatch):
     right = gradients._scan_microbatches
 
     def scan(sum_microbatch, *arguments, **options):
-        def average(weights, microbatch):
-            loss, weight, tree = sum_microbatch(weights, microbatch)
+        def average(weights, use, microbatch):
+            loss, weight, tree, _ = sum_microbatch(weights, use, microbatch)
             share = jnp.maximum(weight, 1.0)
-            return loss / share, jnp.float32(1.0), jax.tree.map(lambda g: g / share, tree)
+            tree = jax.tree.map(lambda g: g / share, tree)
+            return gradients.Sums(loss / share, jnp.float32(1.0), tree, None)
 
         return right(average, *arguments, **options)
 
@@ -170,9 +169,10 @@ def test_a_mean_of_means_over_data_is_caught(oracle, monkeypatch):
     """Each shard divides by its own weight; with one microbatch nothing else is wrong."""
 
     def average(sums, axes):
-        loss, weight, tree = sums
+        loss, weight, tree, _ = sums
         share = lax.psum(weight, axes) / (2 * jnp.maximum(weight, 1.0))
-        return lax.psum((loss * share, weight, jax.tree.map(lambda g: g * share, tree)), axes)
+        tree = jax.tree.map(lambda g: g * share, tree)
+        return lax.psum(gradients.Sums(loss * share, weight, tree, None), axes)
 
     plant_lax(monkeypatch, gradients, psum=average)
     check_caught(oracle, replace(PLANTED, microbatches=1), "loss is off", "gradient at step 1")
@@ -183,8 +183,8 @@ def test_a_mask_that_is_not_read_is_caught(oracle, monkeypatch):
 
     def make(*arguments):
         sum_gradients = right(*arguments)
-        return lambda weights, batch: sum_gradients(
-            weights, {**batch, "weights": jnp.ones_like(batch["weights"])}
+        return lambda weights, use, batch: sum_gradients(
+            weights, use, {**batch, "weights": jnp.ones_like(batch["weights"])}
         )
 
     monkeypatch.setattr(step, "make_gradient_sums", make)
@@ -226,7 +226,7 @@ def test_accumulators_of_low_precision_are_caught(oracle, monkeypatch):
 def test_weights_that_start_otherwise_are_caught(oracle, monkeypatch):
     right = setup.init_state
     monkeypatch.setattr(
-        setup, "init_state", lambda model, optimizer, key: right(model, optimizer, jax.random.split(key)[0])
+        setup, "init_state", lambda *arguments: right(*arguments[:-1], jax.random.split(arguments[-1])[0])
     )
     check_caught(oracle, PLANTED, "parameter(s) start otherwise than on one device")
 

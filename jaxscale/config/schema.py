@@ -232,15 +232,25 @@ class OptimizerConfig:
 class PrecisionConfig:
     """Number formats. `precision: bf16` is short for {compute: bf16}."""
 
-    compute: Literal[FloatFormat, "fp8"] = "fp32"
-    """Matmuls and activations; norm statistics, rotary angles, softmax and loss stay fp32. fp8: the blocks'
-    matmuls alone, all else in bf16."""
+    compute: Literal[FloatFormat, "fp16", "fp8"] = "fp32"
+    """Matmuls and activations; norm statistics, rotary angles, softmax and loss stay fp32. fp16: with
+    dynamic loss scaling. fp8: the blocks' matmuls alone, all else in bf16."""
     params: FloatFormat = "fp32"
     """Parameters as the optimizer keeps them."""
     accumulate: FloatFormat = "fp32"
     """Gradient accumulators; the reduction over `data` is fp32 whatever they are."""
     moments: FloatFormat = "fp32"
     """First moment of the optimizer."""
+
+
+@dataclass(frozen=True, config=_STRICT, kw_only=True)
+class LossScaleConfig:
+    """Dynamic loss scaling (Micikevicius 2018); read with `precision: fp16` alone."""
+
+    initial: Annotated[float, BeforeValidator(_refuse_bool), Field(ge=1, le=2**24)] = 65536.0
+    """Scale of the first step, no unit; halved after each step that is not finite."""
+    growth_steps: Positive = 2000
+    """Good steps in a row after which the scale doubles."""
 
 
 @dataclass(frozen=True, config=_STRICT, kw_only=True)
@@ -277,10 +287,12 @@ class EvalConfig:
 
 @dataclass(frozen=True, config=_STRICT, kw_only=True)
 class NonfiniteConfig:
-    """What happens to a step whose loss or gradient norm is not finite: it is skipped, exactly."""
+    """What happens to a step whose loss or gradients are not finite: it changes nothing, and is counted."""
 
+    policy: Literal["skip", "stop"] = "skip"
+    """skip: go on with the next batch, up to the limit. stop: end the run at the first, with exit code 3."""
     limit: Positive = 20
-    """Skipped steps in a row after which the run ends with exit code 3."""
+    """Skipped steps in a row that a run survives; one more ends it with exit code 3."""
 
 
 @dataclass(frozen=True, config=_STRICT, kw_only=True)
@@ -312,6 +324,7 @@ class Config:
     precision: Annotated[PrecisionConfig, BeforeValidator(_expand_precision)] = field(
         default_factory=PrecisionConfig
     )
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     fp8: Fp8Config = field(default_factory=Fp8Config)
     remat: Literal["none", "full", "matmuls"] = "none"
     """What the backward pass recomputes: nothing, every block, or all but the block's matmuls."""

@@ -200,6 +200,8 @@ def _word_step(record: StepRecord, summary: Summary) -> str:
         f"grad norm {record.grad_norm:.3g}  lr {record.lr:.3g}  "
         f"{word_rate(record.tokens_per_second)} tokens/s"
     )
+    if record.loss_scale is not None:
+        line += f"  loss scale {record.loss_scale:,.0f}"
     if record.mfu is not None:
         line += f"  MFU {record.mfu:.1%}"
     seconds_left = summary.estimate_seconds_left()
@@ -217,4 +219,5 @@ def _word_skip(record: StepRecord) -> str:
     return (
         f"step {record.step:,} skipped: loss {word_loss(record.loss)}, gradient norm {record.grad_norm:.3g}; "
         "a number is not finite"
+        + ("" if record.loss_scale is None else f"; loss scale {record.loss_scale:,.0f}")
     )

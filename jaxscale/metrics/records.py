@@ -38,6 +38,8 @@ class StepRecord:
     """Model FLOPs utilisation, 0 to 1, by the convention of `jaxscale.metrics.flops`; None: no peak known."""
     skipped: bool
     """Whether the update was skipped because loss or gradient norm was not finite."""
+    loss_scale: float | None = None
+    """Factor of the loss in this step; None: compute is not fp16."""
 
     def to_json(self) -> str:
         """The record as one line of JSON."""

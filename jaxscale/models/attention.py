@@ -35,6 +35,10 @@ _PREFERRED: dict[str, Implementation] = {platform: kernel for kernel, platform i
 _SPLASH_LANES = 128
 _SPLASH_BLOCK_LIMIT = 512
 
+# `jax.nn.dot_product_attention` takes the softmax of fp64 in fp32, and multiplies fp16 by an algorithm that
+# not every platform has.
+_PLAIN_DTYPES = (jnp.float64, jnp.float16)
+
 # What `jax.nn.dot_product_attention` accepts of every card; only Hopper and later take wider heads.
 _CUDNN_HEAD_LIMIT = 128
 _CUDNN_HEAD_MULTIPLE = 8
@@ -136,8 +140,8 @@ def _find_obstacle(kernel: Implementation, dtype: np.dtype, length: int, head: i
         return f"takes a batch.length that is a multiple of {_SPLASH_LANES}, not {length}: use {longer}"
     if kernel != "cudnn":
         return None
-    if dtype != jnp.bfloat16:
-        return f"computes in bf16, not {dtype.name}: set precision.compute to bf16"
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"computes in bf16 or fp16, not {dtype.name}: set precision.compute to bf16"
     if head % _CUDNN_HEAD_MULTIPLE or head > _CUDNN_HEAD_LIMIT:
         return (
             f"takes heads of {_CUDNN_HEAD_LIMIT} channels at most, in multiples of {_CUDNN_HEAD_MULTIPLE}, "
@@ -237,30 +241,30 @@ def _attend_dot_product(
     Both add the document mask to the logits as a large negative number, so cuDNN too holds B x T x S of it,
     and computes the blocks above the diagonal that it would skip without documents.
     """
-    if implementation == "xla" and q_BTNH.dtype == jnp.float64:
-        return _attend_in_fp64(q_BTNH, k_BSKH, v_BSKH, segments_BT, causal)
+    if implementation == "xla" and segments_BT is None and q_BTNH.dtype not in _PLAIN_DTYPES:
+        return jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, is_causal=causal, implementation="xla")
+    if implementation == "xla":
+        length = q_BTNH.shape[1]
+        segments_BT = jnp.zeros((1, length), jnp.int32) if segments_BT is None else segments_BT
+        return attend_visible(q_BTNH, k_BSKH, v_BSKH, _find_visible(segments_BT, causal))
     if segments_BT is None:
-        return jax.nn.dot_product_attention(
-            q_BTNH, k_BSKH, v_BSKH, is_causal=causal, implementation=implementation
-        )
-    visible_BTS = _find_visible(segments_BT, causal)
-    return jax.nn.dot_product_attention(
-        q_BTNH, k_BSKH, v_BSKH, mask=visible_BTS[:, None], implementation=implementation
-    )
+        return jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, is_causal=causal, implementation="cudnn")
+    mask = _find_visible(segments_BT, causal)[:, None]
+    return jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, mask=mask, implementation="cudnn")
 
 
-def _attend_in_fp64(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segments_BT: jax.Array | None, causal: bool
+def attend_visible(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, visible_BTS: jax.Array
 ) -> jax.Array:
-    """The same for `jaxscale verify --fp64`: jax.nn.dot_product_attention takes its softmax in fp32."""
-    batch, length, heads, head = q_BTNH.shape
-    groups = heads // k_BSKH.shape[2]
-    q_BTKGH = q_BTNH.reshape(batch, length, -1, groups, head)
-    if segments_BT is None:
-        segments_BT = jnp.zeros((batch, length), jnp.int32)
-    logits_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH * head**-0.5, k_BSKH)
-    visible_BTS = _find_visible(segments_BT, causal)
-    weights_BKGTS = jax.nn.softmax(jnp.where(visible_BTS[:, None, None], logits_BKGTS, -jnp.inf))
+    """XLA's attention, over the positions that each position sees, [B or 1, T, S] bool."""
+    if q_BTNH.dtype not in _PLAIN_DTYPES:
+        return jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, mask=visible_BTS[:, None])
+    batch, length, _, head = q_BTNH.shape
+    q_BTKGH = q_BTNH.reshape(batch, length, k_BSKH.shape[2], -1, head)
+    wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
+    logits_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=wide)
+    logits_BKGTS = jnp.where(visible_BTS[:, None, None], logits_BKGTS * head**-0.5, -jnp.inf)
+    weights_BKGTS = jax.nn.softmax(logits_BKGTS).astype(v_BSKH.dtype)
     return jnp.einsum("BKGTS,BSKH->BTKGH", weights_BKGTS, v_BSKH).reshape(q_BTNH.shape)
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxscale.models.attention import Implementation, attend
+from jaxscale.models.attention import Implementation, attend, attend_visible
 from jaxscale.models.rotary import Rotation, make_rotation, rotate
 from jaxscale.numerics.draw import draw_normal
 from jaxscale.numerics.fp8 import E4M3, Scales, einsum_fp8
@@ -176,7 +176,7 @@ class Attention(nnx.Module):
         values_BSKH = lax.dynamic_update_slice_in_dim(values_BSKH, v_BTKH, start, axis=1)
         slots_S = jnp.arange(keys_BSKH.shape[1])
         causal_TS = slots_S <= start + jnp.arange(x_BTD.shape[1])[:, None]
-        mixed_BTNH = jax.nn.dot_product_attention(q_BTNH, keys_BSKH, values_BSKH, mask=causal_TS[None, None])
+        mixed_BTNH = attend_visible(q_BTNH, keys_BSKH, values_BSKH, causal_TS[None])
         return self.out(mixed_BTNH), keys_BSKH, values_BSKH
 
     def _project(self, x_BTD: jax.Array, rotation: Rotation | None) -> tuple[jax.Array, ...]:

@@ -12,6 +12,7 @@ DTYPES: dict[str, jnp.dtype] = {
     "fp64": jnp.dtype("float64"),
     "fp32": jnp.dtype("float32"),
     "bf16": jnp.dtype("bfloat16"),
+    "fp16": jnp.dtype("float16"),
 }
 _MATMUL_FORMATS = {"fp8": "bf16"}  # formats of matmuls' operands alone, and what all else is then computed in
 

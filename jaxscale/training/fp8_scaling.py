@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxscale.config import Config, Fp8Config
+from jaxscale.config import Fp8Config
 from jaxscale.models.model import Model, Params
 from jaxscale.numerics.fp8 import E4M3, E5M2, Fp8Weights, find_amax, find_scale, quantise
 from jaxscale.sharding.rules import iterate_leaves
@@ -20,22 +20,6 @@ History = dict[str, jax.Array]
 # A run's first step has no history. Activations are near 1 in size. Gradients are those of a sum of token
 # losses, which start between -1 and 1 at the logits: E5M2 then reaches from 2^-26 to 56.
 _FIRST_ACTIVATION, _FIRST_GRADIENT = 1.0, 2.0**10
-
-
-def find_format_problems(config: Config, model: Model) -> list[str]:
-    """What the configuration asks of fp8 that the model or the rest of it does not go with."""
-    problems = []
-    if config.precision.compute == "fp8" and not model.fp8_kernels:
-        problems.append(
-            "precision.compute=fp8 is for the decoder's matmuls, and those of a model of your own are not "
-            "known here; use precision.compute=bf16"
-        )
-    if config.precision.compute != "fp8" and config.fp8 != Fp8Config():
-        problems.append(
-            f"fp8 has settings, and precision.compute={config.precision.compute} makes nothing fp8; remove "
-            "the section, or set precision.compute=fp8"
-        )
-    return problems
 
 
 def init_history(model: Model, config: Fp8Config) -> History | None:

@@ -40,30 +40,39 @@ class Sums(NamedTuple):
     """Largest magnitudes of what is in fp8 [layers, 3], by kernel: the one part whose whole is a maximum."""
 
 
-SumMicrobatch = Callable[[Params, Fp8Weights | None, Batch], Sums]
+class Use(NamedTuple):
+    """What a step's microbatches all use beside the weights."""
+
+    fp8: Fp8Weights | None
+    """What of the weights is in fp8."""
+    loss_factor: jax.Array | None
+    """Factor of the loss that is differentiated: gradient sums come multiplied by it, losses do not."""
+
+
+SumMicrobatch = Callable[[Params, Use, Batch], Sums]
 
 
 def make_gradient_sums(model: Model, layouts: Layouts, dtype: jnp.dtype, seed: int) -> SumMicrobatch:
     """Sums of losses, weights and gradients over a whole step's batch [M, B, T], reduced once, in fp32.
 
-    The function takes weights in use, what of them is in fp8, and a batch whose `sequences` number its
-    sequences in the run.
+    The function takes weights in use, what else the microbatches use, and a batch whose `sequences` number
+    its sequences in the run.
 
     Args:
       dtype: of the accumulators.
     """
 
-    def sum_microbatch(weights: Params, fp8: Fp8Weights | None, microbatch: Batch) -> Sums:
+    def sum_microbatch(weights: Params, use: Use, microbatch: Batch) -> Sums:
         arrays = dict(microbatch)
         keys_B = jax.vmap(lambda number: jax.random.fold_in(make_key(seed), number))(arrays.pop("sequences"))
 
-        def sum_losses(weights: Params, scales: Any) -> tuple[jax.Array, jax.Array]:
-            if fp8 is None:
-                return model.sum_losses(weights, arrays, keys_B)
-            return model.sum_losses(weights, arrays, keys_B, fp8=fp8._replace(scales=scales))
+        def sum_losses(weights: Params, scales: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+            options = {"fp8": use.fp8._replace(scales=scales)} if use.fp8 else {}
+            loss, weight = model.sum_losses(weights, arrays, keys_B, **options)
+            return loss if use.loss_factor is None else loss * use.loss_factor, (loss, weight)
 
-        differentiate = jax.value_and_grad(sum_losses, argnums=(0, 1), has_aux=True)
-        (loss, weight), (gradients, amaxes) = differentiate(weights, fp8.scales if fp8 else None)
+        differentiate = jax.grad(sum_losses, argnums=(0, 1), has_aux=True)
+        (gradients, amaxes), (loss, weight) = differentiate(weights, use.fp8.scales if use.fp8 else None)
         return Sums(loss.astype(widen(dtype)), weight.astype(widen(dtype)), gradients, amaxes)
 
     if not layouts.reduction_axes:
@@ -77,8 +86,8 @@ def _reduce_in_region(sum_microbatch: SumMicrobatch, layouts: Layouts, dtype: jn
     manual = layouts.reduction_axes
     accumulate = _scan_microbatches(sum_microbatch, layouts, dtype, groups=())
 
-    def accumulate_and_reduce(weights: Params, fp8: Fp8Weights | None, batch: Batch) -> Sums:
-        sums = accumulate(weights, fp8, batch)
+    def accumulate_and_reduce(weights: Params, use: Use, batch: Batch) -> Sums:
+        sums = accumulate(weights, use, batch)
         amaxes = lax.pmax(sums.amaxes, manual)
         return lax.psum(sums._replace(amaxes=None), manual)._replace(amaxes=amaxes)
 
@@ -96,15 +105,15 @@ def _reduce_groups(sum_microbatch: SumMicrobatch, layouts: Layouts, dtype: jnp.d
     groups = layouts.reduction_axes
     vmapped = jax.vmap(sum_microbatch, in_axes=(None, None, 0), spmd_axis_name=groups)
 
-    def sum_group(weights: Params, fp8: Fp8Weights | None, microbatch: Batch) -> Sums:
+    def sum_group(weights: Params, use: Use, microbatch: Batch) -> Sums:
         with take_axes(groups):
-            return vmapped(weights, fp8, microbatch)
+            return vmapped(weights, use, microbatch)
 
     accumulate = _scan_microbatches(sum_group, layouts, dtype, groups=groups)
 
-    def accumulate_and_reduce(weights: Params, fp8: Fp8Weights | None, batch: Batch) -> Sums:
+    def accumulate_and_reduce(weights: Params, use: Use, batch: Batch) -> Sums:
         grouped = {name: _group_sequences(array, layouts) for name, array in batch.items()}
-        sums = accumulate(weights, fp8, grouped)
+        sums = accumulate(weights, use, grouped)
         amaxes = jax.tree.map(lambda amaxes: amaxes.max(0), sums.amaxes)
         return jax.tree.map(lambda sums: sums.sum(0), sums._replace(amaxes=None))._replace(amaxes=amaxes)
 
@@ -130,23 +139,23 @@ def _scan_microbatches(
 ) -> SumMicrobatch:
     """Sums over the leading dim of the batch, in accumulators of `dtype`; the sums come in fp32 at least."""
 
-    def visit(weights: Params, fp8: Fp8Weights | None, microbatch: Batch) -> Sums:
-        sums = sum_microbatch(weights, fp8, microbatch)
+    def visit(weights: Params, use: Use, microbatch: Batch) -> Sums:
+        sums = sum_microbatch(weights, use, microbatch)
         narrow = jax.tree.map(lambda g: g.astype(dtype), sums.gradients)
         return sums._replace(gradients=_pin(narrow, layouts, groups))
 
-    def accumulate(weights: Params, fp8: Fp8Weights | None, batch: Batch) -> Sums:
+    def accumulate(weights: Params, use: Use, batch: Batch) -> Sums:
         if next(iter(batch.values())).shape[0] == 1:  # no accumulator beside the one gradient
-            sums = visit(weights, fp8, jax.tree.map(lambda a: a[0], batch))
+            sums = visit(weights, use, jax.tree.map(lambda a: a[0], batch))
         else:
 
             def add(carry: Sums, microbatch: Batch) -> tuple[Sums, None]:
-                return _join(carry, visit(weights, fp8, microbatch)), None
+                return _join(carry, visit(weights, use, microbatch)), None
 
             lead = (math.prod(layouts.mesh.shape[axis] for axis in groups),) if groups else ()
             zeros = jax.tree.map(lambda w: jnp.zeros((*lead, *w.shape), dtype), weights)
             nothing = jnp.zeros(lead, widen(dtype))
-            scales = fp8.scales if fp8 else None
+            scales = use.fp8.scales if use.fp8 else None
             amaxes = jax.tree.map(lambda s: jnp.zeros((*lead, *s.shape), s.dtype), scales)
             sums, _ = lax.scan(add, Sums(nothing, nothing, _pin(zeros, layouts, groups), amaxes), batch)
         return jax.tree.map(lambda a: a.astype(widen(a.dtype)), sums)

@@ -1,6 +1,5 @@
 """The training loop, in chapters: open, compile, continue, step, finish."""
 
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -20,12 +19,13 @@ from jaxscale.metrics import (
     JsonlSink,
     SilentConsole,
     Sinks,
-    StepRecord,
     TensorBoardSink,
     has_fp8,
 )
 from jaxscale.models.model import Model
 from jaxscale.numerics.draw import make_key
+from jaxscale.training.nonfinite import allowed_skips, word_give_up
+from jaxscale.training.reporter import Reporter
 from jaxscale.training.run_dir import RunDir, check_run_dir, open_run_data, write_config
 from jaxscale.training.setup import Compiled, Setup, find_mesh, make_setup
 from jaxscale.training.state import TrainState
@@ -166,7 +166,7 @@ class _Session:
         last_step: int,
     ) -> Result:
         config = self.config
-        reporter = _Reporter(config, self.console, sinks, self.throughput)
+        reporter = Reporter(config, self.console, sinks, self.throughput, tuple(self.setup.layouts.leaves))
         for step in range(first_step, last_step + 1):
             state, metrics = step_function(state, next(loader))
             reporter.take(step, metrics)
@@ -177,12 +177,12 @@ class _Session:
                 or _is_due(step, config.checkpoint.every_steps)
             ):
                 reporter.flush()
-            bad = reporter.skips_in_row >= config.nonfinite.limit
+            bad = reporter.skips_in_row > allowed_skips(config.nonfinite)
             if _is_due(step, config.eval.every_steps) or (step == config.steps and config.eval.every_steps):
                 self._evaluate(state, step, sinks)
                 reporter.restart_clock()
             if bad:
-                return self._give_up(step)
+                return self._give_up(step, reporter)
             if is_last or _is_due(step, config.checkpoint.every_steps):
                 self.checkpoints.save(step, state, wait=is_last)
                 reporter.restart_clock()
@@ -227,61 +227,16 @@ class _Session:
         self.stack.callback(sinks.close)
         return sinks
 
-    def _give_up(self, step: int) -> Result:
-        good = self.checkpoints.latest_step()
+    def _give_up(self, step: int, reporter: Reporter) -> Result:
+        self.checkpoints.wait()
+        good_step = self.checkpoints.latest_step()
         self.console.note(
-            f"{self.config.nonfinite.limit} steps in a row had a loss or gradient norm that is not finite, "
-            f"or no counted token; stopped at step {step}. "
-            + (f"The last good checkpoint is of step {good}" if good else "There is no checkpoint")
-            + "; look at the data there, or lower optimizer.peak_lr, and start anew"
+            word_give_up(step, reporter.skips_in_row, good_step, reporter.bad_leaves, reporter.loss_scale)
         )
         return self._result(Outcome.NUMBERS_WENT_BAD, step)
 
     def _result(self, outcome: Outcome, step: int) -> Result:
         return Result(outcome, self.run_dir, step, self.first_eval, self.last_eval)
-
-
-class _Reporter:
-    """Turns a step's metrics into records, one step late, so that the devices never wait for the host."""
-
-    def __init__(self, config: Config, console: Console, sinks: Sinks, throughput: Throughput):
-        self.config, self.console, self.sinks, self.throughput = config, console, sinks, throughput
-        self.skips_in_row = 0
-        self._pending: tuple[int, Any] | None = None
-        self._clock = time.perf_counter()
-
-    def take(self, step: int, metrics: dict[str, jax.Array]) -> None:
-        self.flush()
-        self._pending = (step, metrics)
-
-    def flush(self) -> None:
-        """Waits for the step taken last, and reports it."""
-        if self._pending is None:
-            return
-        (step, metrics), self._pending = self._pending, None
-        values = jax.device_get(metrics)
-        now = time.perf_counter()
-        seconds, self._clock = now - self._clock, now
-        self.skips_in_row = int(values["skips_in_row"])
-        batch = self.config.batch
-        record = StepRecord(
-            step=step,
-            sequences=step * batch.sequences,
-            tokens=step * batch.sequences * batch.length,
-            loss=float(values["loss"]),
-            grad_norm=float(values["grad_norm"]),
-            lr=float(values["lr"]),
-            step_seconds=seconds,
-            tokens_per_second=batch.sequences * batch.length / seconds,
-            mfu=self.throughput.utilisation(batch.sequences * batch.length / seconds),
-            skipped=bool(values["skipped"]),
-        )
-        self.console.step(record)
-        self.sinks.write(record)
-
-    def restart_clock(self) -> None:
-        """What was done since the last step (saving, evaluating) is no step's time."""
-        self._clock = time.perf_counter()
 
 
 def evaluate(

@@ -48,4 +48,5 @@ def clip_gradients(gradients: Any, limit: float | None) -> tuple[Any, jax.Array]
     if limit is None:
         return gradients, norm
     scale = jnp.minimum(1.0, limit / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))
+    scale = jnp.where(jnp.isfinite(norm), scale, 1.0)  # what is not finite stays where it is, to be found
     return jax.tree.map(lambda g: g * scale, gradients), norm

@@ -11,6 +11,7 @@ from jaxscale.config import Config
 from jaxscale.models.model import Model
 from jaxscale.sharding.zero import Layouts
 from jaxscale.training.fp8_scaling import init_history
+from jaxscale.training.loss_scale import LossScale, init_loss_scale
 from jaxscale.training.optimizer_layout import lay_optimizer
 
 
@@ -23,6 +24,8 @@ class TrainState:
     """Nested dicts of arrays, as the optimizer keeps them."""
     moments: Any
     """State of the optax optimizer."""
+    loss_scale: LossScale | None
+    """None unless compute is fp16."""
     fp8: Any
     """Largest magnitudes of the last steps (`jaxscale.training.fp8_scaling`); None without delayed scales."""
     updates: jax.Array
@@ -47,8 +50,17 @@ def init_state(
     def zero() -> jax.Array:
         return jnp.zeros((), jnp.uint32)
 
-    history = init_history(model, config.fp8)
-    return TrainState(params, optimizer.init(params), history, zero(), zero(), zero(), zero(), zero())
+    return TrainState(
+        params=params,
+        moments=optimizer.init(params),
+        loss_scale=init_loss_scale(config),
+        fp8=init_history(model, config.fp8),
+        updates=zero(),
+        skips=zero(),
+        skips_in_row=zero(),
+        sequences=zero(),
+        trained_sequences=zero(),
+    )
 
 
 def lay_state(
@@ -57,8 +69,9 @@ def lay_state(
     """The sharding of each leaf of the state, as a `TrainState` of shardings."""
     whole: Any = layouts.replicated
     moments = lay_optimizer(optimizer, model.shapes, layouts)
-    history = jax.tree.map(lambda _: whole, jax.eval_shape(lambda: init_history(model, config.fp8)))
-    return TrainState(layouts.params, moments, history, whole, whole, whole, whole, whole)
+    extras = jax.eval_shape(lambda: (init_loss_scale(config), init_history(model, config.fp8)))
+    loss_scale, history = jax.tree.map(lambda _: whole, extras)
+    return TrainState(layouts.params, moments, loss_scale, history, whole, whole, whole, whole, whole)
 
 
 def describe_state(

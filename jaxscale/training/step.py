@@ -21,7 +21,9 @@ from jaxscale.numerics.policy import DTYPES, compute_dtype, matmul_precision
 from jaxscale.sharding.rules import iterate_leaves
 from jaxscale.sharding.zero import Layouts
 from jaxscale.training.fp8_scaling import are_finite, make_fp8_weights, record_amaxes
-from jaxscale.training.gradients import make_gradient_sums
+from jaxscale.training.gradients import Use, make_gradient_sums
+from jaxscale.training.loss_scale import adapt_loss_scale, find_loss_factor
+from jaxscale.training.nonfinite import count_nonfinite
 from jaxscale.training.optimizer import clip_gradients
 from jaxscale.training.schedule import learning_rate
 from jaxscale.training.state import TrainState
@@ -73,8 +75,8 @@ def make_step(
     """The function of one step, to be compiled once with the state donated.
 
     Loss and gradients are sums over tokens, divided once by the weight of the whole step. A step with no
-    counted token, or whose loss or gradient norm is not finite, changes nothing but the data position and the
-    counts of skips.
+    counted token, or whose loss or gradient norm is not finite, changes nothing but the data position, the
+    counts of skips and, in fp16, the loss scale.
 
     Returns:
       (state, batch) -> (state, metrics); `with_gradients` adds the gradients of the mean loss, not clipped.
@@ -87,17 +89,23 @@ def make_step(
             weights = make_weights(state.params, layouts, compute_dtype(config.precision))
             numbers = _number_sequences(state, config, layouts)
             fp8 = make_fp8_weights(state.params, state.fp8, model, layouts, config.fp8)
-            sums = sum_gradients(weights, fp8, {**batch, "sequences": numbers})
+            factor = find_loss_factor(state.loss_scale, config.batch)
+            sums = sum_gradients(weights, Use(fp8, factor), {**batch, "sequences": numbers})
         weight = jnp.maximum(sums.weight, 1.0)
+        divisor = weight if factor is None else weight * factor
         # The optimizer works in the layout of its state: where that is finer than the accumulators', this is
         # where each device takes its part of the reduced gradient.
-        gradients = jax.tree.map(lambda g: g / weight, _lay(sums.gradients, layouts.moments))
+        gradients = jax.tree.map(lambda g: g / divisor, _lay(sums.gradients, layouts.moments))
         clipped, norm = clip_gradients(gradients, config.optimizer.clip_norm)
         loss, rate = sums.loss / weight, _find_rate(state, config)
-        good = jnp.isfinite(loss) & jnp.isfinite(norm) & (sums.weight > 0) & are_finite(sums.amaxes)
+        # One flag for all: every gradient of every shard and microbatch is in the norm.
+        is_finite = jnp.isfinite(loss) & jnp.isfinite(norm) & are_finite(sums.amaxes)
+        good = is_finite & (sums.weight > 0)
         # A branch, not a selection of every element: the state left alone costs nothing, and less memory.
-        state = lax.cond(good, update, _count_skip, state, clipped, rate, sums.amaxes)
-        state = replace(state, sequences=state.sequences + _sequences(config))
+        state, bad = lax.cond(good, update, _count_skip, state, clipped, rate, sums.amaxes)
+        before = state.loss_scale
+        adapted = adapt_loss_scale(before, is_finite, config.loss_scale.growth_steps)
+        state = replace(state, loss_scale=adapted, sequences=state.sequences + _sequences(config))
         metrics = {
             "loss": loss,
             "grad_norm": norm,
@@ -105,7 +113,10 @@ def make_step(
             "counted_tokens": sums.weight,
             "skipped": ~good,
             "skips_in_row": state.skips_in_row,
+            "nonfinite": bad,
         }
+        if before is not None:
+            metrics["loss_scale"] = before.scale
         return (state, metrics, gradients) if with_gradients else (state, metrics)
 
     return step
@@ -113,12 +124,13 @@ def make_step(
 
 def _make_update(
     optimizer: optax.GradientTransformation, layouts: Layouts, config: Config
-) -> Callable[[TrainState, Params, jax.Array, Any], TrainState]:
-    def update(state: TrainState, gradients: Params, rate: jax.Array, amaxes: Any) -> TrainState:
-        """The state after one update, data position aside."""
+) -> Callable[[TrainState, Params, jax.Array, Any], tuple[TrainState, Any]]:
+    def update(state: TrainState, gradients: Params, rate: jax.Array, amaxes: Any) -> tuple[TrainState, Any]:
+        """The state after one update, data position and loss scale aside; nothing is not finite."""
         updates, moments = optimizer.update(gradients, state.moments, state.params)
         params = jax.tree.map(lambda p, u: (p - rate * u).astype(p.dtype), state.params, updates)
-        return replace(
+        nothing = jnp.zeros(len(layouts.leaves), jnp.int32)
+        updated = replace(
             state,
             params=_lay(params, layouts.params),
             moments=moments,
@@ -127,13 +139,16 @@ def _make_update(
             skips_in_row=jnp.zeros_like(state.skips_in_row),
             trained_sequences=state.trained_sequences + _sequences(config),
         )
+        return updated, nothing
 
     return update
 
 
-def _count_skip(state: TrainState, *_: Any) -> TrainState:
-    """The state after a skipped step: the counts of skips have moved, nothing else."""
-    return replace(state, skips=state.skips + jnp.uint32(1), skips_in_row=state.skips_in_row + jnp.uint32(1))
+def _count_skip(state: TrainState, gradients: Params, *_: Any) -> tuple[TrainState, Any]:
+    """The state after a skipped step, where nothing but the counts of skips has moved; what is not finite."""
+    one = jnp.uint32(1)
+    skipped = replace(state, skips=state.skips + one, skips_in_row=state.skips_in_row + one)
+    return skipped, count_nonfinite(gradients)
 
 
 def _find_rate(state: TrainState, config: Config) -> jax.Array:

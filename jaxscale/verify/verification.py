@@ -8,7 +8,15 @@ from typing import Any
 import jax
 from jax.errors import JaxRuntimeError
 
-from jaxscale.config import Config, Fp8Config, MeshConfig, ModelConfig, PrecisionConfig, UserError
+from jaxscale.config import (
+    Config,
+    Fp8Config,
+    LossScaleConfig,
+    MeshConfig,
+    ModelConfig,
+    PrecisionConfig,
+    UserError,
+)
 from jaxscale.data.dataset import find_vocab
 from jaxscale.mesh import axis_sizes, count_asked, make_mesh, resolve_mesh
 from jaxscale.models.build import find_contradictions
@@ -307,6 +315,7 @@ def _prepare(config: Config, *, fp64: bool) -> tuple[Config, tuple[str, ...]]:
         steps=2 * WARMUP_STEPS,
         optimizer=optimizer,
         precision=precision,
+        loss_scale=LossScaleConfig(),
         fp8=Fp8Config(),
         model=model,
     )
