@@ -3,13 +3,13 @@
 from jaxscale.config.compare import check_same_mathematics
 from jaxscale.config.errors import UserError
 from jaxscale.config.load import dump_config, flatten_config, load_config, parse_config
+from jaxscale.config.optimizers import OptimizerConfig
 from jaxscale.config.schema import (
     BatchConfig,
     Config,
     DataConfig,
     MeshConfig,
     ModelConfig,
-    OptimizerConfig,
     PrecisionConfig,
     PythonModelConfig,
 )

@@ -154,7 +154,7 @@ def make_setup(config: Config, mesh: Mesh, vocab: int, model: Model | None = Non
     layouts = lay_stages(
         leaves, model.shapes, mesh, config.zero.stage, keep_gathered=config.zero.keep_gathered
     )
-    optimizer = make_optimizer(config.optimizer, config.precision, leaves)
+    optimizer = make_optimizer(config.optimizer, config.precision, leaves, layouts)
     return Setup(config, mesh, shape, vocab, model, layouts, optimizer)
 
 
