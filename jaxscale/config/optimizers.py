@@ -7,6 +7,7 @@ from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 from pydantic_core import ArgsKwargs, PydanticCustomError
 
+from jaxscale.config.errors import UserError
 from jaxscale.config.fields import STRICT, Count, Decay, Fraction, Positive, PositiveRate, Rate
 
 OptimizerName = Literal["adamw", "adafactor", "lion", "sgd", "muon", "python"]
@@ -35,9 +36,11 @@ READ_FIELDS: Mapping[str, Mapping[str, Any]] = {
         "ns_steps": 5,
         "adamw_lr_ratio": 1.0,
     },
-    "python": {},
+    # It may bring a rate and a schedule of its own, which the run's then leave alone.
+    "python": {"peak_lr": 1.0, "schedule": "constant"},
 }
-_OWN_FIELDS = dict.fromkeys(field for fields in READ_FIELDS.values() for field in fields)
+_SHARED_FIELDS = frozenset(READ_FIELDS["python"])
+_OWN_FIELDS = frozenset(field for fields in READ_FIELDS.values() for field in fields) - _SHARED_FIELDS
 
 
 @dataclass(frozen=True, config=STRICT, kw_only=True)
@@ -50,9 +53,9 @@ class OptimizerConfig:
 
     name: OptimizerName = "adamw"
     """adamw, adafactor, lion, sgd, muon (matrices; AdamW for the rest), or python: one that comes from
-    Python, `jaxscale.Trainer(optimizer=...)`."""
+    Python, `jaxscale.Trainer(optimizer=...)`, whose updates are multiplied by the rate."""
     peak_lr: Rate = 3e-4
-    """Learning rate after warm-up, per update."""
+    """Learning rate after warm-up, per update; python: 1 if left out, and a constant schedule."""
     schedule: Literal["constant", "cosine", "wsd"] = "cosine"
     """After warm-up: constant; cosine to the end; or warm-up, stable, linear decay."""
     warmup_tokens: Count = 0
@@ -104,9 +107,7 @@ class OptimizerConfig:
             field: value for field, value in fields.items() if value is not None or field not in _OWN_FIELDS
         }
         unread = [
-            _word_unread(name, field, said[field])
-            for field in said
-            if field in _OWN_FIELDS.keys() - reads.keys()
+            _word_unread(name, field, said[field]) for field in said if field in _OWN_FIELDS - reads.keys()
         ]
         if unread:
             raise PydanticCustomError("unread_field", "{problems}", {"problems": "\n".join(unread)})
@@ -124,3 +125,21 @@ def _word_unread(name: str, field: str, value: Any) -> str:
     does = "it does" if len(readers) == 1 else "they do"
     remedy = f"set optimizer.name={' or '.join(readers)} ({does})"
     return f"{field}: {value!r}: {name} does not read it; leave it out, or {remedy}"
+
+
+def check_origin(config: OptimizerConfig, *, is_given: bool) -> None:
+    """Whether an optimizer that comes from Python is one that the configuration speaks of.
+
+    Raises:
+      UserError: only one of them does.
+    """
+    if is_given and config.name != "python":
+        raise UserError(
+            f"optimizer.name is {config.name}, and another optimizer comes from Python: set "
+            "optimizer.name=python and give its settings in Python, or leave out Trainer(optimizer=...)"
+        )
+    if not is_given and config.name == "python":
+        raise UserError(
+            "optimizer.name is python, and no optimizer comes from Python: give one to "
+            "jaxscale.Trainer(..., optimizer=...), or choose one by name such as optimizer.name=adamw"
+        )

@@ -24,7 +24,7 @@ class FactoredMoments(NamedTuple):
     dims that are averaged over have size 1.
     """
 
-    count: jax.Array
+    step: jax.Array
     rows: Any
     """Means over the columns."""
     columns: Any
@@ -64,7 +64,7 @@ def scale_by_factored_moments(
         return FactoredMoments(jnp.zeros((), jnp.int32), *map(make_tree, FactoredMoments._fields[1:]))
 
     def update(gradients: Any, state: FactoredMoments, params: Any = None) -> tuple[Any, FactoredMoments]:
-        decay = 1.0 - (state.count + 1.0) ** -decay_exponent
+        decay = 1.0 - (state.step + 1.0) ** -decay_exponent
 
         def mix(moment: jax.Array, new: jax.Array) -> jax.Array:
             return (decay * moment + (1.0 - decay) * new).astype(moment.dtype)
@@ -88,8 +88,8 @@ def scale_by_factored_moments(
             for (path, g), *moments in zip(iterate_leaves(gradients), *parts, strict=True)
         ]
         structure = jax.tree.structure(gradients)
-        updates, *moments = (structure.unflatten(column) for column in zip(*scaled, strict=True))
-        return updates, FactoredMoments(state.count + 1, *moments)
+        updates, *moments = (jax.tree.unflatten(structure, column) for column in zip(*scaled, strict=True))
+        return updates, FactoredMoments(state.step + 1, *moments)
 
     return optax.GradientTransformation(init, update)
 

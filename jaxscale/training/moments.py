@@ -22,8 +22,8 @@ _SEED = 0x6D6F6D  # of the rounding, the same in every run
 class StoredMoments(NamedTuple):
     """State of `store_moments`."""
 
-    count: jax.Array
-    """Updates, uint32: what the rounding is drawn from."""
+    step: jax.Array
+    """Number of the update, uint32: what the rounding is drawn from."""
     stored: Any
     """State of the inner transformation, float leaves in the reduced format."""
 
@@ -55,14 +55,14 @@ def store_moments(inner: optax.GradientTransformation, dtype: jnp.dtype) -> opta
     def update(updates: Any, state: StoredMoments, params: Any = None) -> tuple[Any, StoredMoments]:
         wide = _map_floats(lambda leaf: leaf.astype(jnp.float32), state.stored)
         updates, wide = update_wide(updates, wide, params)
-        count = state.count + jnp.uint32(1)
-        leaves, structure = jax.tree.flatten(wide)
-        key = jax.random.fold_in(make_key(_SEED), count)
+        step = state.step + jnp.uint32(1)
+        leaves, structure = jax.tree.leaves(wide), jax.tree.structure(wide)
+        key = jax.random.fold_in(make_key(_SEED), step)
         rounded = [
             round_stochastically(leaf, jax.random.fold_in(key, index)) if _is_float(leaf) else leaf
             for index, leaf in enumerate(leaves)
         ]
-        return updates, StoredMoments(count, structure.unflatten(rounded))
+        return updates, StoredMoments(step, jax.tree.unflatten(structure, rounded))
 
     return optax.GradientTransformation(init, update)
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxscale.config import OptimizerConfig, PrecisionConfig
+from jaxscale.config import OptimizerConfig, PrecisionConfig, UserError, check_origin
 from jaxscale.numerics.policy import DTYPES, widen
 from jaxscale.sharding.rules import Leaf, iterate_leaves
 from jaxscale.sharding.zero import Layouts
@@ -28,7 +28,11 @@ def make_optimizer(
 
     Args:
       layouts: where the parameters lie, for Muon; None: on one device.
+
+    Raises:
+      UserError: the configuration says that the optimizer comes from Python.
     """
+    check_origin(config, is_given=False)
     makers: dict[str, Callable[[], optax.GradientTransformation]] = {
         "adamw": lambda: _decay(config, leaves, _adam(config, precision)),
         "adafactor": lambda: _decay(config, leaves, _adafactor(config, precision, leaves)),
@@ -37,6 +41,23 @@ def make_optimizer(
         "muon": lambda: _muon(config, precision, leaves, layouts),
     }
     return makers[config.name]()
+
+
+def adopt_optimizer(
+    config: OptimizerConfig, precision: PrecisionConfig, optimizer: optax.GradientTransformation
+) -> optax.GradientTransformation:
+    """A user's optimizer as the step takes one: optax's updates are to be added, the step subtracts.
+
+    Raises:
+      UserError: the configuration names another optimizer, or a format for moments that are not ours.
+    """
+    check_origin(config, is_given=True)
+    if precision.moments == "bf16":
+        raise UserError(
+            "precision.moments is bf16, and an optimizer that comes from Python keeps its state as it likes; "
+            "set precision.moments=fp32, and the format in the optimizer (such as mu_dtype)"
+        )
+    return optax.chain(optimizer, optax.scale(-1.0))
 
 
 def _adam(config: OptimizerConfig, precision: PrecisionConfig) -> optax.GradientTransformation:
