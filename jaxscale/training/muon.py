@@ -25,7 +25,7 @@ from jaxscale.sharding.zero import Layouts, dim_axes
 from jaxscale.training.matrices import Sides, find_sides, is_table
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration (Jordan 2024)
-EPS = 1e-7  # added to the norm (Jordan 2024); a gradient of zero stays zero
+EPS = 1e-12  # a gradient of zero stays zero; the 1e-7 of Jordan 2024 would shrink updates of small ones
 RMS = 0.2  # of an update's elements, about that of AdamW (Liu 2025, section 2.2)
 
 
