@@ -74,21 +74,22 @@ class OptimizerConfig:
     beta2: Decay | None = None
     """adamw, muon's AdamW: decay of the second moment, per update; lion: of the momentum."""
     eps: PositiveRate | None = None
-    """adamw, muon's AdamW: added to the root of the second moment; adafactor: to the squared gradient."""
+    """No unit. adamw, muon's AdamW: added to the root of the second moment; adafactor: to the squared
+    gradient."""
     momentum: Decay | None = None
     """sgd, muon: decay of the sum of gradients, per update; sgd with 0 keeps none."""
     nesterov: bool | None = None
     """sgd, muon: look one update ahead."""
     ns_steps: Positive | None = None
-    """muon: Newton-Schulz iterations."""
+    """muon: Newton-Schulz iterations per update."""
     adamw_lr_ratio: Rate | None = None
-    """muon: learning rate of AdamW for the rest, relative to that of the matrices."""
+    """muon: learning rate of AdamW for the rest, as a fraction of that of the matrices (it may be more)."""
     decay_exponent: PositiveRate | None = None
-    """adafactor: second moments decay by 1 - t^-decay_exponent at update t, from 1."""
+    """adafactor: second moments decay by 1 - t^-decay_exponent at update t, from 1; no unit."""
     clip_rms: PositiveRate | None = None
-    """adafactor: largest root mean square of a matrix's update, before its scale."""
+    """adafactor: largest root mean square of a matrix's update, before its scale; no unit."""
     min_factored: Positive | None = None
-    """adafactor: a matrix whose shorter side is at least so long has factored second moments."""
+    """adafactor: channels from which on a matrix's shorter side makes it keep factored second moments."""
     scale_by_parameter: bool | None = None
     """adafactor: scale an update by the root mean square of its parameter (at least 1e-3)."""
 
