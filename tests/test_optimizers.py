@@ -383,11 +383,11 @@ def follow_decay(beta2: float, steps: int, *, nearest: bool) -> float:
     return float(moment.astype(jnp.float32).mean()) / true
 
 
-@pytest.mark.parametrize(("beta2", "steps", "stuck"), [(0.999, 4000, 5.0), (0.95, 1000, 1.02)])
+@pytest.mark.parametrize(("beta2", "steps", "stuck"), [(0.999, 4000, 13.35), (0.95, 1000, 1.056)])
 def test_a_second_moment_in_bf16_decays_as_it_should(beta2: float, steps: int, stuck: float) -> None:
-    """Rounded to nearest it stays for ever where beta2 is 0.999, and is off by some percent at 0.95."""
+    """Rounded to nearest it stays for ever where beta2 is 0.999, and is off by 5.6 % at 0.95."""
     assert follow_decay(beta2, steps, nearest=False) == pytest.approx(1.0, abs=0.01)
-    assert follow_decay(beta2, steps, nearest=True) > stuck
+    assert follow_decay(beta2, steps, nearest=True) == pytest.approx(stuck, rel=1e-3)
 
 
 # --- The configuration --------------------------------------------------------------------------------------
