@@ -2,8 +2,8 @@
 
 bf16 has 8 bits of precision: a change of less than 1/512 of a number is rounded away. A second moment with
 beta2 = 0.999 changes by at most 1/1000 of itself while gradients shrink, so that rounded to nearest it would
-stay for ever; with beta2 = 0.95 it stops some percent from where it should be. Rounded up or down at random, up
-as often as its distance says, it is right in the mean (`tests/test_optimizers.py` shows all three).
+stay for ever; with beta2 = 0.95 it stops some percent from where it should be. Rounded up or down at random,
+up as often as its distance says, it is right in the mean (`tests/test_optimizers.py` shows all three).
 """
 
 from typing import Any, NamedTuple
