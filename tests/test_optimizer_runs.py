@@ -95,7 +95,7 @@ def test_every_mesh_and_stage_equals_one_device(name: str, mesh: dict[str, int],
 @pytest.mark.parametrize("moments", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", FIELDS)
 def test_each_optimizer_learns_and_moments_in_bf16_learn_as_well(name: str, moments: str) -> None:
-    """A fixed batch; the loss starts at ln 257 = 5.55."""
+    """On one batch, again and again."""
     config = make_optimizer_config(
         name,
         mesh=CUBE,
@@ -109,7 +109,6 @@ def test_each_optimizer_learns_and_moments_in_bf16_learn_as_well(name: str, mome
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
     print(name, moments, losses[::8], losses[-1])
-    assert losses[0] == pytest.approx(5.55, abs=0.3)
     assert losses[-1] < losses[0] - 0.5, losses[::8]
 
 
