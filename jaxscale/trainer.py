@@ -5,11 +5,12 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxscale.config import Config, MeshConfig, UserError, load_config
+from jaxscale.config import Config, MeshConfig, UserError, check_origin, load_config
 from jaxscale.mesh import count_asked, simulate_devices
 
 if TYPE_CHECKING:
     import jax
+    import optax
 
     from jaxscale.inspection.report import Inspection
     from jaxscale.models.model import Model
@@ -29,12 +30,22 @@ class Trainer:
       model: from `from_nnx`, `from_linen` or `from_functions`; None: the one that `config` describes.
       config: a YAML file, or a `Config`. The file needs no `model` section where a model is given.
       overrides: such as `["mesh.fsdp=4", "steps=1000"]`.
+      optimizer: any of optax, for `optimizer.name: python`. Its updates are multiplied by the run's learning
+        rate, which is 1 unless the configuration says otherwise, and added (docs/optimizers.md).
 
     Raises:
-      UserError: the configuration is wrong, or it and the caller both bring a model.
+      UserError: the configuration is wrong, it and the caller both bring a model, or only one of them says
+        that the optimizer comes from Python.
     """
 
-    def __init__(self, model: "Model | None", config: str | Path | Config, overrides: Sequence[str] = ()):
+    def __init__(
+        self,
+        model: "Model | None",
+        config: str | Path | Config,
+        overrides: Sequence[str] = (),
+        *,
+        optimizer: "optax.GradientTransformation | None" = None,
+    ):
         if isinstance(config, Config):
             if overrides:
                 raise UserError(f"overrides {list(overrides)} are for a file; change the Config itself")
@@ -44,7 +55,8 @@ class Trainer:
             raise UserError(
                 "model: the configuration describes a model, and another one comes from Python; leave out one"
             )
-        self.model, self.config = model, config
+        check_origin(config.optimizer, is_given=optimizer is not None)
+        self.model, self.config, self.optimizer = model, config, optimizer
         simulate_devices(MeshConfig(data=max(count_asked(config.mesh), VERIFY_DEVICES)))
 
     def fit(self, *, quiet: bool = False) -> "Result":
@@ -53,7 +65,9 @@ class Trainer:
         from jaxscale.training.loop import train
 
         console = None if quiet else open_console()
-        return train(self.config, console, model=self.model, devices=self._find_devices())
+        return train(
+            self.config, console, model=self.model, optimizer=self.optimizer, devices=self._find_devices()
+        )
 
     def inspect(self) -> "Inspection":
         """What lies where and what the compiled step sends; prints the tables (`jaxscale inspect`)."""
@@ -65,7 +79,7 @@ class Trainer:
         from jaxscale.training.setup import find_mesh, make_setup
 
         config, mesh = find_mesh(self.config, self._find_devices())
-        inspection = inspect_setup(make_setup(config, mesh, find_vocab(config), self.model))
+        inspection = inspect_setup(make_setup(config, mesh, find_vocab(config), self.model, self.optimizer))
         Console(highlight=False).print(render_tables(inspection))
         return inspection
 
@@ -81,7 +95,9 @@ class Trainer:
         from jaxscale.verify.tables import print_verification, show_progress
 
         with nullcontext() if quiet else show_progress(sys.stderr) as tell:
-            verification = verify_model(self.config, self.model, tell=tell, **options)
+            verification = verify_model(
+                self.config, self.model, optimizer=self.optimizer, tell=tell, **options
+            )
         if not quiet:
             print_verification(verification, sys.stdout)
         return verification

@@ -73,6 +73,19 @@ CASES = {
     "bad choice": _train(
         "remat=Full", said=("remat: 'Full' is not one of 'none', 'full' or 'matmuls'", "did you mean full?")
     ),
+    "field of another optimizer": _train(
+        "optimizer={name: lion, momentum: 0.95, eps: 1e-6}",
+        said=(
+            "optimizer.momentum: 0.95: lion does not read it; leave it out, or set optimizer.name=sgd",
+            "optimizer.eps: 1e-06: lion does not read it",
+        ),
+    ),
+    "optimizer that is not there": _train(
+        "optimizer.name=moun", said=("optimizer.name: 'moun' is not one of 'adamw'", "did you mean muon?")
+    ),
+    "optimizer from Python on the command line": _train(
+        "optimizer={name: python}", said=("optimizer.name is python", "Trainer", "optimizer.name=adamw")
+    ),
     "override without a value": _train("mesh.fsdp", said=("'mesh.fsdp'", "section.field=value")),
     "missing configuration": Case(
         ("train", "rum.yaml"), ("rum.yaml: no such configuration file", "did you mean run.yaml?")

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.config import UserError
 from jaxscale.numerics.draw import make_key
@@ -87,6 +88,29 @@ def test_factored_moments_take_the_layout_of_the_dims_they_keep() -> None:
     for leaf in (row, column):
         shards = np.prod(leaf.sharding.shard_shape(leaf.shape))
         assert shards == np.prod(leaf.shape) // (4 if leaf.shape == (2, 32) else 2)
+
+
+@pytest.mark.parametrize("mesh", [MESH, {"fsdp": 8}, {"tensor": 4, "data": 2}, {"data": 8}], ids=str)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_factored_moments_of_square_matrices_lie_like_their_own_side(mesh: dict, stage: int) -> None:
+    """embed = mlp: nothing but the place of a dim says which side it is."""
+    config = make_config(
+        mesh=mesh,
+        zero={"stage": stage},
+        model={"mlp": 32},
+        optimizer={"name": "adafactor", "min_factored": 8},
+    )
+    setup = make_tiny_setup(config)
+    leaves, _ = describe_optimizer(setup.optimizer, setup.model.shapes, setup.layouts)
+    by_path = {leaf.path: leaf for leaf in leaves}
+    kept = dict(iterate_leaves(setup.layouts.params))["layers/mlp/up/kernel"].spec
+    for part, shape, dim in (("rows", (2, 32, 1), 1), ("columns", (2, 1, 32), 2)):
+        [leaf] = [by_path[path] for path in by_path if path.endswith(f"{part}/layers/mlp/up/kernel")]
+        assert leaf.shape == shape
+        asked = [kept[0], None, None]
+        asked[dim] = kept[dim]
+        wanted = NamedSharding(setup.mesh, PartitionSpec(*asked))
+        assert leaf.sharding.is_equivalent_to(wanted, 3), leaf
 
 
 @pytest.mark.parametrize("name", ["adafactor", "muon", "lion", "sgd"])

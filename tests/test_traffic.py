@@ -16,9 +16,10 @@ from jaxscale.config import Config, parse_config
 from jaxscale.inspection.traffic import NEGLIGIBLE, TOLERANCE, tabulate_traffic
 from jaxscale.mesh import make_mesh
 from jaxscale.sharding.collectives import read_collectives
+from jaxscale.sharding.rules import iterate_leaves
 from jaxscale.training.setup import Setup, make_setup
 from jaxscale.training.traffic import expected_traffic
-from tests.chips import describe_gpu
+from tests.chips import describe_gpu, describe_tpu
 
 VOCAB = 1024
 MESHES: dict[str, dict[str, int]] = {
@@ -97,6 +98,75 @@ def test_weights_that_are_kept_gathered_cross_fsdp_once_a_step() -> None:
     assert sent[("fsdp",), "all-gather"] == pytest.approx(elements, rel=0.01)
     config = make_traffic_config(MESHES["fsdp8"], 3, 4, precision="fp32")
     assert measure_traffic(make_cpu_setup(config))[("fsdp",), "all-gather"] > 3 * elements
+
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "muon": {"name": "muon"},
+    "adafactor": {"name": "adafactor", "min_factored": 16},
+}
+
+
+def make_optimizer_config(mesh: str, name: str, precision: str, **sections: Any) -> Config:
+    return make_traffic_config(
+        MESHES[mesh], 3, 1, precision=precision, optimizer=OPTIMIZERS[name], **sections
+    )
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_update_sends_what_its_closed_form_says(name: str) -> None:
+    """3 layers over 4 devices: padded to 4 where they are exchanged."""
+    setup = make_cpu_setup(make_optimizer_config("data2_fsdp2_tensor2", name, "fp32"))
+    sent = check_traffic(setup)
+    if name == "muon":
+        tokens = sum(row.elements for row in expected_traffic(setup) if row.what == "embedded tokens")
+        kernels = sum(
+            leaf.size
+            for path, leaf in iterate_leaves(setup.model.shapes)
+            if path.startswith("layers") and path.endswith("kernel")
+        )
+        whole = sum(count for (_, kind), count in sent.items() if kind == "all-to-all") - tokens
+        assert whole == pytest.approx(2 * kernels / 8 * 4 / 3, rel=0.01)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_update_sends_what_its_closed_form_says_in_every_stage(name: str, stage: int) -> None:
+    for mesh in MESHES:
+        check_traffic(make_cpu_setup(make_optimizer_config(mesh, name, "fp32", zero={"stage": stage})))
+
+
+@pytest.mark.chips
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_h100_sends_what_an_update_calls_for(mesh: str, name: str) -> None:
+    config = make_optimizer_config(mesh, name, "bf16")
+    check_traffic(make_setup(config, describe_gpu(8, **MESHES[mesh]), VOCAB))
+
+
+@pytest.mark.chips
+@pytest.mark.parametrize("mesh", ["fsdp8", "data2_fsdp2_tensor2"])
+def test_v5p_orthogonalises_whole_layers_after_an_exchange(mesh: str) -> None:
+    """A TPU has habits with reductions; what Muon adds is exact."""
+    sent = [
+        measure_traffic(make_setup(each, describe_tpu("v5p:2x2x2", **MESHES[mesh]), VOCAB))
+        for each in (
+            make_optimizer_config(mesh, "muon", "bf16"),
+            make_traffic_config(MESHES[mesh], 3, 1, precision="bf16"),
+        )
+    ]
+    setup = make_setup(
+        make_optimizer_config(mesh, "muon", "bf16"), describe_tpu("v5p:2x2x2", **MESHES[mesh]), VOCAB
+    )
+    added = Counter(sent[0])
+    added.subtract(sent[1])
+    expected: Counter[Row] = Counter()
+    for row in expected_traffic(setup):
+        if "orthogonalise" in row.what:
+            expected[row.axes, row.kind] += row.elements
+    assert expected
+    for row in added | expected:
+        assert abs(added[row] - expected[row]) <= TOLERANCE * expected[row] + 1000, (row, added, expected)
 
 
 @pytest.mark.chips

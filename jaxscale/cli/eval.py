@@ -30,13 +30,13 @@ def run(args: argparse.Namespace) -> int:
 
     from jaxscale.training.loop import evaluate
     from jaxscale.training.setup import find_mesh, make_setup
-    from jaxscale.training.weights import load_params
+    from jaxscale.training.weights import forget_optimizer, load_params
 
     config, mesh = find_mesh(config)
     data = open_run_data(config, run_dir)
     if not len(data.validation):
         raise UserError("data.validation_fraction=0: this run has no validation text to evaluate on")
-    setup = make_setup(config, mesh, data.vocab)
+    setup = make_setup(forget_optimizer(config), mesh, data.vocab)
     step, params = load_params(run_dir, setup, args.step)
     count = args.sequences or len(data.validation)
     loss_sum, counted = evaluate(setup, data, setup.compile_evaluation(), params, count)

@@ -41,14 +41,14 @@ def run(args: argparse.Namespace) -> int:
     from jaxscale.models.sampling import sample_tokens
     from jaxscale.numerics.draw import make_key
     from jaxscale.training.setup import make_setup
-    from jaxscale.training.weights import load_params
+    from jaxscale.training.weights import forget_optimizer, load_params
 
     tokenizer = load_tokenizer(run_dir.tokenizer)
     if tokenizer is None:
         raise UserError(f"{run_dir.tokenizer} holds no tokenizer; train the run first")
     prompt = tokenizer.encode(args.prompt)
     mesh = make_mesh(config.mesh, jax.devices()[: config.mesh.tensor])
-    setup = make_setup(config, mesh, config.model.vocab or tokenizer.vocab_size)
+    setup = make_setup(forget_optimizer(config), mesh, config.model.vocab or tokenizer.vocab_size)
     assert setup.shape is not None
     if config.model.family == "gpt2" and len(prompt) + args.tokens > setup.shape.positions:
         raise UserError(

@@ -3,6 +3,7 @@
 from jaxscale.config.compare import check_same_mathematics
 from jaxscale.config.errors import UserError
 from jaxscale.config.load import dump_config, flatten_config, load_config, parse_config
+from jaxscale.config.optimizers import OptimizerConfig, check_origin
 from jaxscale.config.schema import (
     BatchConfig,
     Config,
@@ -12,7 +13,6 @@ from jaxscale.config.schema import (
     MeshConfig,
     ModelConfig,
     NonfiniteConfig,
-    OptimizerConfig,
     PrecisionConfig,
     PythonModelConfig,
 )
@@ -30,6 +30,7 @@ __all__ = [
     "PrecisionConfig",
     "PythonModelConfig",
     "UserError",
+    "check_origin",
     "check_same_mathematics",
     "dump_config",
     "flatten_config",

@@ -128,6 +128,8 @@ def _describe_problem(problem: Mapping[str, Any]) -> str:
         loc = (loc[0], *loc[2:])
     path = ".".join(str(part) for part in loc)
     value, kind = problem["input"], problem["type"]
+    if kind == "unread_field":
+        return "\n  ".join(f"{path}.{line}" for line in problem["msg"].splitlines())
     if kind in {"unexpected_keyword_argument", "extra_forbidden"}:
         return f"{path}: no such field (value {value!r}){_suggest(path)}"
     if kind in {"missing", "missing_argument", "missing_keyword_only_argument"}:

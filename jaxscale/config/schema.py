@@ -4,39 +4,15 @@ A field whose change alters the mathematics of a run belongs here; whether a cha
 continues is decided in `jaxscale.config.compare`.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import field
-from decimal import Decimal, InvalidOperation
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic.dataclasses import dataclass
 
-_STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
-
-_MULTIPLES = {"k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-
-
-def _refuse_bool(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise ValueError("a number is needed here, not true or false")
-    return value
-
-
-def _parse_count(value: Any) -> Any:
-    """Reads `100k`, `2.5M`, `3B` or `1e6` as a whole number."""
-    _refuse_bool(value)
-    if isinstance(value, str) and value[-1:] in _MULTIPLES:
-        try:
-            value = Decimal(value[:-1]) * _MULTIPLES[value[-1]]  # as a float, 1.001k is no whole number
-        except InvalidOperation:
-            raise ValueError("a count is a whole number, or a number followed by k, M, B or T") from None
-    if isinstance(value, float | Decimal):
-        if not math.isfinite(value) or value != int(value):
-            raise ValueError("a count is a whole number")
-        return int(value)
-    return value
+from jaxscale.config.fields import STRICT, Count, Positive, refuse_bool
+from jaxscale.config.optimizers import OptimizerConfig
 
 
 def _expand_axes(value: Any) -> Any:
@@ -61,16 +37,12 @@ def _expand_precision(value: Any) -> Any:
     return {"compute": value} if isinstance(value, str) else value
 
 
-Count = Annotated[int, BeforeValidator(_parse_count), Field(ge=0)]
-Positive = Annotated[int, BeforeValidator(_parse_count), Field(gt=0)]
-AxisSize = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=-1)]
-Rate = Annotated[float, BeforeValidator(_refuse_bool), Field(ge=0)]
-Fraction = Annotated[float, BeforeValidator(_refuse_bool), Field(ge=0, le=1)]
+AxisSize = Annotated[int, BeforeValidator(refuse_bool), Field(ge=-1)]
 FloatFormat = Literal["fp32", "bf16"]
 StrategyAxes = Annotated[tuple[str, ...], BeforeValidator(_expand_axes)]
 
 
-@dataclass(frozen=True, config=_STRICT, kw_only=True)
+@dataclass(frozen=True, config=STRICT, kw_only=True)
 class MeshConfig:
     """Devices along each mesh axis, slowest wire first; at most one may be -1 (all that is left)."""
 
@@ -86,17 +58,17 @@ class MeshConfig:
     """Devices along `tensor`: heads, MLP channels and vocabulary are laid over it."""
 
 
-@dataclass(frozen=True, config=_STRICT, kw_only=True)
+@dataclass(frozen=True, config=STRICT, kw_only=True)
 class ZeroConfig:
     """ZeRO stage (Rajbhandari 2020): what is laid over the ZeRO axes (`jaxscale.sharding.zero`)."""
 
-    stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_refuse_bool)] = 3
+    stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(refuse_bool)] = 3
     """0 nothing, 1 optimizer state, 2 and gradient accumulators, 3 and the weights in use."""
     keep_gathered: bool = False
     """Stage 3: gather the weights once a step and keep them, instead of once a layer and pass."""
 
 
-@dataclass(frozen=True, config=_STRICT, kw_only=True)
+@dataclass(frozen=True, config=STRICT, kw_only=True)
 class BatchConfig:
     """The batch of one optimizer update."""
 
@@ -108,7 +80,7 @@ class BatchConfig:
     """Tokens a sequence."""
 
 
-@dataclass(frozen=True, config=_STRICT, kw_only=True)
+@dataclass(frozen=True, config=STRICT, kw_only=True)
 class ModelConfig:
     """The shape of a decoder."""
 
@@ -132,17 +104,17 @@ class ModelConfig:
     """Tokens in the vocabulary; null: as many as the tokenizer has."""
     positions: Positive | None = None
     """Longest sequence in tokens; gpt2 learns so many positions. null: batch.length."""
-    rope_theta: Annotated[float, BeforeValidator(_refuse_bool), Field(gt=0)] = 10_000.0
+    rope_theta: Annotated[float, BeforeValidator(refuse_bool), Field(gt=0)] = 10_000.0
     """Base of the rotary frequencies, no unit."""
     rope_scaling: Literal["none", "llama3.1"] = "none"
     """llama3.1: stretch low rotary frequencies 8 times, as published for an 8,192-token pre-training."""
-    norm_eps: Annotated[float, BeforeValidator(_refuse_bool), Field(gt=0)] = 1e-5
+    norm_eps: Annotated[float, BeforeValidator(refuse_bool), Field(gt=0)] = 1e-5
     """Added to the variance in a norm, no unit."""
     attention: Literal["auto", "xla", "splash", "cudnn"] = "auto"
     """Kernel, the same numbers up to rounding; auto: splash on TPU, cuDNN on GPU in bf16, XLA elsewhere."""
 
 
-@dataclass(frozen=True, config=_STRICT, kw_only=True)
+@dataclass(frozen=True, config=STRICT, kw_only=True)
 class PythonModelConfig:
     """A model of your own, from a Python file."""
 
@@ -159,7 +131,7 @@ class PythonModelConfig:
 SourceName = Literal["python-stdlib", "text", "jsonl", "parquet", "tokens"]
 
 
-@dataclass(frozen=True, config=_STRICT, kw_only=True)
+@dataclass(frozen=True, config=STRICT, kw_only=True)
 class MixtureConfig:
     """One source of a mixture."""
 
@@ -169,11 +141,11 @@ class MixtureConfig:
     """Files or glob patterns."""
     field: str = "text"
     """Field (JSONL) or column (Parquet) that holds the text."""
-    weight: Annotated[float, BeforeValidator(_refuse_bool), Field(gt=0)]
+    weight: Annotated[float, BeforeValidator(refuse_bool), Field(gt=0)]
     """Share of the sequences drawn from this source, relative to the other weights."""
 
 
-@dataclass(frozen=True, config=_STRICT, kw_only=True)
+@dataclass(frozen=True, config=STRICT, kw_only=True)
 class DataConfig:
     """Where text comes from and how it becomes windows of tokens."""
 
@@ -190,7 +162,7 @@ class DataConfig:
     corpus; or none, for token ids whose tokenizer is not at hand."""
     end_token: str | None = None
     """Token that ends a document (an id for tokenizer none); null: found by its usual names."""
-    validation_fraction: Annotated[float, BeforeValidator(_refuse_bool), Field(ge=0, lt=1)] = 0.05
+    validation_fraction: Annotated[float, BeforeValidator(refuse_bool), Field(ge=0, lt=1)] = 0.05
     """Fraction of each source's tokens held out for validation."""
     cross_documents: bool = False
     """Whether attention may cross a document boundary within a window."""
@@ -200,35 +172,7 @@ class DataConfig:
     """Folder for tokenised corpora; null: jaxscale in the user's cache folder."""
 
 
-@dataclass(frozen=True, config=_STRICT, kw_only=True)
-class OptimizerConfig:
-    """The optimizer and its learning-rate schedule; schedules count tokens."""
-
-    name: Literal["adamw"] = "adamw"
-    """adamw: Adam with decoupled weight decay on matrices."""
-    peak_lr: Rate = 3e-4
-    """Learning rate after warm-up, per update."""
-    schedule: Literal["constant", "cosine", "wsd"] = "cosine"
-    """After warm-up: constant; cosine to the end; or warm-up, stable, linear decay."""
-    warmup_tokens: Count = 0
-    """Tokens over which the rate rises linearly from 0 to peak_lr."""
-    final_lr_fraction: Fraction = 0.1
-    """Rate at the end of cosine or wsd, as a fraction of peak_lr."""
-    decay_fraction: Fraction = 0.2
-    """Fraction of the run's tokens over which wsd decays."""
-    weight_decay: Rate = 0.1
-    """Decoupled weight decay of matrices (not norms or biases), per unit of learning rate."""
-    clip_norm: Annotated[float, BeforeValidator(_refuse_bool), Field(gt=0)] | None = 1.0
-    """Largest global gradient norm; null: no clipping."""
-    beta1: Annotated[float, BeforeValidator(_refuse_bool), Field(ge=0, lt=1)] = 0.9
-    """Decay of the first moment, per update."""
-    beta2: Annotated[float, BeforeValidator(_refuse_bool), Field(ge=0, lt=1)] = 0.95
-    """Decay of the second moment, per update."""
-    eps: Annotated[float, BeforeValidator(_refuse_bool), Field(gt=0)] = 1e-8
-    """Added to the root of the second moment, no unit."""
-
-
-@dataclass(frozen=True, config=_STRICT, kw_only=True)
+@dataclass(frozen=True, config=STRICT, kw_only=True)
 class PrecisionConfig:
     """Number formats. `precision: bf16` is short for {compute: bf16}."""
 
@@ -240,20 +184,20 @@ class PrecisionConfig:
     accumulate: FloatFormat = "fp32"
     """Gradient accumulators; the reduction over `data` is fp32 whatever they are."""
     moments: FloatFormat = "fp32"
-    """First moment of the optimizer."""
+    """Moments of the optimizer, first and second; bf16 ones are rounded stochastically."""
 
 
-@dataclass(frozen=True, config=_STRICT, kw_only=True)
+@dataclass(frozen=True, config=STRICT, kw_only=True)
 class LossScaleConfig:
     """Dynamic loss scaling (Micikevicius 2018); read with `precision: fp16` alone."""
 
-    initial: Annotated[float, BeforeValidator(_refuse_bool), Field(ge=1, le=2**24)] = 65536.0
+    initial: Annotated[float, BeforeValidator(refuse_bool), Field(ge=1, le=2**24)] = 65536.0
     """Scale of the first step, no unit; halved after each step that is not finite."""
     growth_steps: Positive = 2000
     """Good steps in a row after which the scale doubles."""
 
 
-@dataclass(frozen=True, config=_STRICT, kw_only=True)
+@dataclass(frozen=True, config=STRICT, kw_only=True)
 class Fp8Config:
     """How numbers are scaled into fp8; read with `precision: fp8` alone."""
 
@@ -261,11 +205,11 @@ class Fp8Config:
     """delayed: by the largest magnitudes of the last steps. dynamic: by those of the tensor at hand."""
     history: Positive = 1024
     """Steps that a delayed scale looks back on."""
-    margin: Annotated[int, BeforeValidator(_refuse_bool), Field(ge=0, le=15)] = 0
+    margin: Annotated[int, BeforeValidator(refuse_bool), Field(ge=0, le=15)] = 0
     """Room that a delayed scale leaves above the largest magnitude, in powers of two."""
 
 
-@dataclass(frozen=True, config=_STRICT, kw_only=True)
+@dataclass(frozen=True, config=STRICT, kw_only=True)
 class CheckpointConfig:
     """When the run is saved; the last step always is."""
 
@@ -275,7 +219,7 @@ class CheckpointConfig:
     """Newest checkpoints kept."""
 
 
-@dataclass(frozen=True, config=_STRICT, kw_only=True)
+@dataclass(frozen=True, config=STRICT, kw_only=True)
 class EvalConfig:
     """Validation during training."""
 
@@ -285,7 +229,7 @@ class EvalConfig:
     """Validation sequences an evaluation, the same ones each time."""
 
 
-@dataclass(frozen=True, config=_STRICT, kw_only=True)
+@dataclass(frozen=True, config=STRICT, kw_only=True)
 class NonfiniteConfig:
     """What happens to a step whose loss or gradients are not finite: it changes nothing, and is counted."""
 
@@ -295,13 +239,13 @@ class NonfiniteConfig:
     """Skipped steps in a row that a run survives; one more ends it with exit code 3."""
 
 
-@dataclass(frozen=True, config=_STRICT, kw_only=True)
+@dataclass(frozen=True, config=STRICT, kw_only=True)
 class Config:
     """A whole run."""
 
     run_dir: Annotated[str, Field(min_length=1)]
     """Folder of the run: resolved config, metrics, checkpoints."""
-    seed: Annotated[int, BeforeValidator(_refuse_bool), Field(ge=0, lt=2**32)] = 0
+    seed: Annotated[int, BeforeValidator(refuse_bool), Field(ge=0, lt=2**32)] = 0
     """Seed of the initial weights and of the order of the data."""
     steps: Positive
     """Optimizer updates in the run, skipped ones included."""

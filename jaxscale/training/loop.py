@@ -8,6 +8,7 @@ from enum import IntEnum
 from typing import Any
 
 import jax
+import optax
 
 from jaxscale.checkpoint import Checkpoints
 from jaxscale.config import Config, UserError
@@ -57,6 +58,7 @@ def train(
     console: Console | None = None,
     *,
     model: Model | None = None,
+    optimizer: optax.GradientTransformation | None = None,
     devices: Sequence[jax.Device] | None = None,
     is_stop_requested: Callable[[], bool] = lambda: False,
 ) -> Result:
@@ -64,6 +66,7 @@ def train(
 
     Args:
       model: one that comes from Python; otherwise the configuration says which.
+      optimizer: one that comes from Python, for `optimizer.name: python`.
       devices: those of the mesh; None: all.
       is_stop_requested: asked after each step; once true the run is saved and ends as `STOPPED`.
 
@@ -73,7 +76,7 @@ def train(
     console = console if console is not None and jax.process_index() == 0 else SilentConsole()
     config, mesh = find_mesh(config, devices)
     run_dir = check_run_dir(config)
-    setup = make_setup(config, mesh, find_vocab(config, run_dir.tokenizer), model)
+    setup = make_setup(config, mesh, find_vocab(config, run_dir.tokenizer), model, optimizer)
     data = open_run_data(config, run_dir)
     assert data.vocab == setup.vocab, "the tokenizer's size is known before its corpus"
     if config.eval.every_steps and not len(data.validation):

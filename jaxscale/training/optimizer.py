@@ -1,6 +1,6 @@
-"""The optimizer: optax for the moments, the learning rate and clipping in plain sight."""
+"""The optimizers by name: optax for the moments, the learning rate and clipping in plain sight."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -8,24 +8,122 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxscale.config import OptimizerConfig, PrecisionConfig
+from jaxscale.config import OptimizerConfig, PrecisionConfig, UserError, check_origin
 from jaxscale.numerics.policy import DTYPES, widen
 from jaxscale.sharding.rules import Leaf, iterate_leaves
+from jaxscale.sharding.zero import Layouts
+from jaxscale.training import adafactor
+from jaxscale.training.matrices import UNDECAYED_NAMES
+from jaxscale.training.moments import store_moments
+from jaxscale.training.muon import find_muon_sides, scale_by_muon
 
-UNDECAYED_NAMES = ("bias", "scale")
+Leaves = Mapping[str, Leaf]
 
 
 def make_optimizer(
-    config: OptimizerConfig, precision: PrecisionConfig, leaves: Mapping[str, Leaf]
+    config: OptimizerConfig, precision: PrecisionConfig, leaves: Leaves, layouts: Layouts | None = None
 ) -> optax.GradientTransformation:
-    """AdamW without its learning rate: the step multiplies by that, so what is logged is what is used."""
-    return optax.chain(
-        optax.scale_by_adam(config.beta1, config.beta2, config.eps, mu_dtype=DTYPES[precision.moments]),
-        optax.add_decayed_weights(config.weight_decay, mask=partial(mask_decay, leaves=leaves)),
+    """An optimizer without its learning rate: the step multiplies by that and subtracts, so what is logged is
+    what is used. Formulas and sources: docs/optimizers.md.
+
+    Args:
+      layouts: where the parameters lie, for Muon; None: on one device.
+
+    Raises:
+      UserError: the configuration says that the optimizer comes from Python.
+    """
+    check_origin(config, is_given=False)
+    makers: dict[str, Callable[[], optax.GradientTransformation]] = {
+        "adamw": lambda: _decay(config, leaves, _adam(config, precision)),
+        "adafactor": lambda: _decay(config, leaves, _adafactor(config, precision, leaves)),
+        "lion": lambda: _decay(config, leaves, _lion(config, precision)),
+        "sgd": lambda: _decay(config, leaves, _momentum(config, precision)),
+        "muon": lambda: _muon(config, precision, leaves, layouts),
+    }
+    return makers[config.name]()
+
+
+def adopt_optimizer(
+    config: OptimizerConfig, precision: PrecisionConfig, optimizer: optax.GradientTransformation
+) -> optax.GradientTransformation:
+    """A user's optimizer as the step takes one: optax's updates are to be added, the step subtracts.
+
+    Raises:
+      UserError: the configuration names another optimizer, or a format for moments that are not ours.
+    """
+    check_origin(config, is_given=True)
+    if precision.moments == "bf16":
+        raise UserError(
+            "precision.moments is bf16, and an optimizer that comes from Python keeps its state as it likes; "
+            "set precision.moments=fp32, and the format in the optimizer (such as mu_dtype)"
+        )
+    return optax.chain(optimizer, optax.scale(-1.0))
+
+
+def _adam(config: OptimizerConfig, precision: PrecisionConfig) -> optax.GradientTransformation:
+    read = config.settings
+    return store_moments(
+        optax.scale_by_adam(read["beta1"], read["beta2"], read["eps"]), DTYPES[precision.moments]
     )
 
 
-def mask_decay(params: Any, leaves: Mapping[str, Leaf]) -> Any:
+def _lion(config: OptimizerConfig, precision: PrecisionConfig) -> optax.GradientTransformation:
+    read = config.settings
+    return store_moments(optax.scale_by_lion(read["beta1"], read["beta2"]), DTYPES[precision.moments])
+
+
+def _momentum(config: OptimizerConfig, precision: PrecisionConfig) -> optax.GradientTransformation:
+    """Sum of gradients that decays; none is kept where it decays at once."""
+    read = config.settings
+    if not read["momentum"]:
+        return optax.identity()
+    return store_moments(optax.trace(read["momentum"], read["nesterov"]), DTYPES[precision.moments])
+
+
+def _adafactor(
+    config: OptimizerConfig, precision: PrecisionConfig, leaves: Leaves
+) -> optax.GradientTransformation:
+    """Factored moments stay fp32: they are few, and decay too slowly for bf16."""
+    read = config.settings
+    factored = adafactor.scale_by_factored_moments(
+        leaves, decay_exponent=read["decay_exponent"], eps=read["eps"], min_factored=read["min_factored"]
+    )
+    parts = [
+        store_moments(factored, widen(jnp.bfloat16)),
+        adafactor.clip_by_matrix_rms(leaves, read["clip_rms"]),
+    ]
+    if read["scale_by_parameter"]:
+        parts.append(adafactor.scale_by_matrix_rms(leaves))
+    if read["beta1"]:
+        parts.append(store_moments(optax.ema(read["beta1"], debias=False), DTYPES[precision.moments]))
+    return optax.chain(*parts)
+
+
+def _muon(
+    config: OptimizerConfig, precision: PrecisionConfig, leaves: Leaves, layouts: Layouts | None
+) -> optax.GradientTransformation:
+    """Muon for the matrices within the model; AdamW, at its own rate, for tables, heads and vectors."""
+    read = config.settings
+
+    def label(params: Any) -> Any:
+        labels = ["muon" if find_muon_sides(leaves[path]) else "adamw" for path, _ in iterate_leaves(params)]
+        return jax.tree.unflatten(jax.tree.structure(params), labels)
+
+    orthogonal = scale_by_muon(leaves, layouts, precision, steps=read["ns_steps"])
+    muon = optax.chain(_momentum(config, precision), orthogonal)
+    rest = optax.chain(_decay(config, leaves, _adam(config, precision)), optax.scale(read["adamw_lr_ratio"]))
+    return optax.partition({"muon": _decay(config, leaves, muon), "adamw": rest}, label)
+
+
+def _decay(
+    config: OptimizerConfig, leaves: Leaves, inner: optax.GradientTransformation
+) -> optax.GradientTransformation:
+    """Decoupled weight decay: beside the moments, never through them."""
+    mask = partial(mask_decay, leaves=leaves)
+    return optax.chain(inner, optax.add_decayed_weights(config.settings["weight_decay"], mask=mask))
+
+
+def mask_decay(params: Any, leaves: Leaves) -> Any:
     """True for the leaves that weight decay pulls on: matrices and tables, not norms, biases and vectors."""
     marks = [is_decayed(leaves[path]) for path, _ in iterate_leaves(params)]
     return jax.tree.unflatten(jax.tree.structure(params), marks)

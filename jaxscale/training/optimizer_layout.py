@@ -34,8 +34,8 @@ def describe_optimizer(
     """Each leaf of the optimizer state with its layout, and the structure to build the tree again.
 
     A leaf belongs to the parameter whose path ends its own (`.../mu/layers/mlp/up/kernel`). One of the same
-    shape lies like it; one with some of its dims (the factored moments of Adafactor) takes those dims'
-    layout; a placeholder is whole.
+    shape lies like it; one with some of its dims, the others dropped or of size 1 (factored moments), takes
+    those dims' layout; a placeholder is whole.
 
     Raises:
       UserError: leaves of more than SMALL_ELEMENTS elements that follow no parameter: nothing says how they
@@ -80,9 +80,13 @@ def find_owner(path: str, parameters: Mapping[str, Any]) -> str | None:
 def _follow(shape: tuple[int, ...], owner: tuple[int, ...], spec: PartitionSpec) -> PartitionSpec | None:
     """The layout of a state leaf that has the parameter's dims, or some of them in order; None for neither.
 
-    Where several choices of dims have the same sizes, any is legal: the one laid over most axes is taken.
+    Dims that were averaged over may be dropped or have size 1. Where several choices of dims have the same
+    sizes, any is legal: the one laid over most axes is taken.
     """
     entries = (*spec, *(None,) * (len(owner) - len(spec)))
+    if len(shape) == len(owner) and all(size in (1, full) for size, full in zip(shape, owner, strict=True)):
+        kept = (size == full for size, full in zip(shape, owner, strict=True))
+        return PartitionSpec(*(entry if keep else None for entry, keep in zip(entries, kept, strict=True)))
     choices = [
         PartitionSpec(*(entries[dim] for dim in dims))
         for dims in itertools.combinations(range(len(owner)), len(shape))

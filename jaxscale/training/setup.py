@@ -23,7 +23,7 @@ from jaxscale.sharding.activations import use_strategy
 from jaxscale.sharding.rules import PARAMETER_STRATEGY, REPLICATED, Axes, lay_leaves, raise_problems
 from jaxscale.sharding.zero import Layouts, lay_stages
 from jaxscale.training.layout_check import check_constraints, check_layouts
-from jaxscale.training.optimizer import make_optimizer
+from jaxscale.training.optimizer import adopt_optimizer, make_optimizer
 from jaxscale.training.state import TrainState, describe_state, init_state, lay_state
 from jaxscale.training.step import describe_batch, make_evaluation, make_step
 
@@ -129,11 +129,18 @@ def find_strategy(config: Config) -> Mapping[str, Axes]:
     return {**PARAMETER_STRATEGY, **{dim: axes or REPLICATED for dim, axes in config.strategy.items()}}
 
 
-def make_setup(config: Config, mesh: Mesh, vocab: int, model: Model | None = None) -> Setup:
+def make_setup(
+    config: Config,
+    mesh: Mesh,
+    vocab: int,
+    model: Model | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+) -> Setup:
     """Builds the model for a mesh and lays it out; nothing is allocated or compiled.
 
     Args:
       model: one that comes from Python; otherwise the configuration says which.
+      optimizer: one that comes from Python, for `optimizer.name: python`.
 
     Raises:
       UserError: batch, sizes, rules or strategy do not fit each other or the mesh; every problem is listed.
@@ -157,7 +164,10 @@ def make_setup(config: Config, mesh: Mesh, vocab: int, model: Model | None = Non
     layouts = lay_stages(
         leaves, model.shapes, mesh, config.zero.stage, keep_gathered=config.zero.keep_gathered
     )
-    optimizer = make_optimizer(config.optimizer, config.precision, leaves)
+    if optimizer is None:
+        optimizer = make_optimizer(config.optimizer, config.precision, leaves, layouts)
+    else:
+        optimizer = adopt_optimizer(config.optimizer, config.precision, optimizer)
     return Setup(config, mesh, shape, vocab, model, layouts, optimizer)
 
 

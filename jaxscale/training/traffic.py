@@ -16,11 +16,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import jax
+from jax.sharding import NamedSharding
 
 from jaxscale.mesh import BATCH_AXES
 from jaxscale.models.decoder import DecoderShape
-from jaxscale.sharding.rules import Axes
-from jaxscale.sharding.zero import ZERO_AXIS, Layouts, spec_axes
+from jaxscale.sharding.rules import Axes, Leaf, iterate_leaves
+from jaxscale.sharding.zero import ZERO_AXIS, Layouts, dim_axes, spec_axes
+from jaxscale.training.adafactor import find_factored
+from jaxscale.training.muon import find_muon_sides, plan_relay
 from jaxscale.training.setup import Setup
 
 
@@ -60,6 +63,7 @@ def expected_traffic(setup: Setup) -> list[ExpectedTraffic]:
         *_expect_gathers_a_step(setup, parameters),
         *_expect_reduction_a_step(setup, parameters),
         *_expect_zero_a_microbatch(setup, parameters),
+        *_expect_optimizer(setup),
     ]
     if setup.shape is not None:
         rows += [*_expect_vocabulary(setup, setup.shape), *_expect_tensor(setup, setup.shape)]
@@ -170,6 +174,48 @@ def _expect_tensor(setup: Setup, shape: DecoderShape) -> Iterator[ExpectedTraffi
     yield ExpectedTraffic(
         axes, "all-gather", 3 * ways * microbatches * tokens, "statistics of the cross-entropy"
     )
+
+
+def _expect_optimizer(setup: Setup) -> Iterator[ExpectedTraffic]:
+    """What the update sends beside its gradients: an optimizer that goes element by element sends nothing."""
+    expect = {"muon": _expect_muon, "adafactor": _expect_adafactor}.get(setup.config.optimizer.name)
+    if expect is None:
+        return
+    for path, sharding in iterate_leaves(setup.layouts.moments):
+        yield from expect(setup, setup.layouts.leaves[path], sharding)
+
+
+def _expect_muon(setup: Setup, leaf: Leaf, sharding: NamedSharding) -> Iterator[ExpectedTraffic]:
+    """Each matrix is brought together where it is orthogonalised; its parts then find their way back."""
+    sides = find_muon_sides(leaf)
+    if sides is None:
+        return
+    relay = plan_relay(leaf.shape, sides, sharding)
+    local = sharding.shard_shape(leaf.shape)
+    part = math.prod(local[dim] for dim in (*sides.rows, *sides.columns))
+    _, rows, columns = sides.count(leaf.shape)
+    if relay.exchanged:
+        yield ExpectedTraffic(
+            relay.exchanged, "all-to-all", 2 * relay.matrices * part, "layers to orthogonalise, and back"
+        )
+    if relay.gathered:
+        yield ExpectedTraffic(
+            relay.gathered, "all-gather", relay.turns * rows * columns, "matrices to orthogonalise"
+        )
+
+
+def _expect_adafactor(setup: Setup, leaf: Leaf, sharding: NamedSharding) -> Iterator[ExpectedTraffic]:
+    """Means over a side that lies in shards."""
+    sides = find_factored(leaf, setup.config.optimizer.settings["min_factored"])
+    if sides is None:
+        return
+    laid, local = dim_axes(sharding.spec, len(leaf.shape)), sharding.shard_shape(leaf.shape)
+    for averaged, kept in ((sides.columns, sides.rows), (sides.rows, sides.columns)):
+        over = frozenset(axis for dim in averaged for axis in laid[dim] if setup.mesh.shape[axis] > 1)
+        if over:
+            elements = math.prod(local[dim] for dim in (*sides.stacked, *kept))
+            axes = _in_order(setup.layouts, over)
+            yield ExpectedTraffic(axes, "all-reduce", 2 * elements, "rows and columns of second moments")
 
 
 def _reduce(setup: Setup, axes: Axes, elements: int, scattered: bool, what: str) -> ExpectedTraffic:

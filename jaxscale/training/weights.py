@@ -1,11 +1,17 @@
 """The weights of a run, for commands that read one."""
 
+from dataclasses import replace
 from typing import Any
 
 from jaxscale.checkpoint import Checkpoints
-from jaxscale.config import UserError
+from jaxscale.config import Config, OptimizerConfig, UserError
 from jaxscale.training.run_dir import RunDir
 from jaxscale.training.setup import Setup
+
+
+def forget_optimizer(config: Config) -> Config:
+    """For commands that read weights alone: an optimizer from Python is not at hand, and none is needed."""
+    return replace(config, optimizer=OptimizerConfig())
 
 
 def load_params(run_dir: RunDir, setup: Setup, step: int | None) -> tuple[int, Any]:

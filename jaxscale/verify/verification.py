@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import optax
 from jax.errors import JaxRuntimeError
 
 from jaxscale.config import (
@@ -97,6 +98,7 @@ def verify_model(
     config: Config,
     model: Model | None = None,
     *,
+    optimizer: optax.GradientTransformation | None = None,
     vocab: int | None = None,
     reduce: bool = False,
     fp64: bool = False,
@@ -109,6 +111,7 @@ def verify_model(
 
     Args:
       model: one that comes from Python; otherwise the configuration says which.
+      optimizer: one that comes from Python, for `optimizer.name: python`.
       vocab: tokens in the vocabulary; None: found as a run finds it.
       reduce: a decoder in small, a smaller batch for any model.
       fp64: in fp64 with limits of 1e-10, in place of fp32.
@@ -122,7 +125,15 @@ def verify_model(
     """
     start = time.monotonic()
     with allow_fp64(fp64=fp64):
-        oracle = make_oracle(config, model, vocab=vocab, reduce=reduce, fp64=fp64, device_count=device_count)
+        oracle = make_oracle(
+            config,
+            model,
+            optimizer=optimizer,
+            vocab=vocab,
+            reduce=reduce,
+            fp64=fp64,
+            device_count=device_count,
+        )
         cases, left_out = oracle.plan(whole_product=whole_product)
         if tell_plan is not None:
             tell_plan(oracle, cases)
@@ -151,6 +162,8 @@ class Oracle:
     config: Config
     vocab: int
     model: Model | None
+    optimizer: optax.GradientTransformation | None
+    """One that comes from Python."""
     devices: tuple[jax.Device, ...]
     reference: Reference
     traces: dict[str, Trace]
@@ -197,7 +210,7 @@ class Oracle:
 
     def lay(self, case: Case) -> Setup:
         config = apply_case(self.config, case, self.clip_norms[case.clip])
-        return _lay(config, self.devices, self.vocab, self.model)
+        return _lay(config, self.devices, self.vocab, self.model, self.optimizer)
 
     def _find_obstacle(self, mesh: MeshConfig, microbatches: int) -> str | None:
         """Why a mesh or a batch does not fit; rules alone, nothing is built."""
@@ -216,6 +229,7 @@ def make_oracle(
     config: Config,
     model: Model | None = None,
     *,
+    optimizer: optax.GradientTransformation | None = None,
     vocab: int | None = None,
     reduce: bool = False,
     fp64: bool = False,
@@ -240,7 +254,7 @@ def make_oracle(
         batch=replace(config.batch, microbatches=1),
         remat="none" if isinstance(config.model, ModelConfig) else config.remat,
     )
-    setup = _lay(alone, devices, vocab, model)
+    setup = _lay(alone, devices, vocab, model, optimizer)
     _refuse_large(setup, asked, reduced=reduce)
     batch = config.batch
     several = batch.microbatches if batch.microbatches > 1 else 4
@@ -258,6 +272,7 @@ def make_oracle(
         vocab=vocab,
         # A decoder is made anew for each case, with its remat; the file of one's own model is read once.
         model=setup.model if setup.shape is None else None,
+        optimizer=optimizer,
         devices=devices,
         reference=reference,
         traces={"config": plain, "half": clipped},
@@ -269,10 +284,16 @@ def make_oracle(
     )
 
 
-def _lay(config: Config, devices: tuple[jax.Device, ...], vocab: int, model: Model | None) -> Setup:
+def _lay(
+    config: Config,
+    devices: tuple[jax.Device, ...],
+    vocab: int,
+    model: Model | None,
+    optimizer: optax.GradientTransformation | None,
+) -> Setup:
     count = count_asked(config.mesh)
     mesh = make_mesh(resolve_mesh(config.mesh, count), devices[:count])
-    setup = make_setup(config, mesh, vocab, model)
+    setup = make_setup(config, mesh, vocab, model, optimizer)
     if isinstance(config.precision, Fp64):
         setup = replace(setup, model=widen_model(setup.model))
     return setup
