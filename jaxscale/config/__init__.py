@@ -3,6 +3,7 @@
 from jaxscale.config.compare import check_same_mathematics
 from jaxscale.config.errors import UserError
 from jaxscale.config.load import dump_config, flatten_config, load_config, parse_config
+from jaxscale.config.memory import RematConfig
 from jaxscale.config.schema import (
     BatchConfig,
     Config,
@@ -23,6 +24,7 @@ __all__ = [
     "OptimizerConfig",
     "PrecisionConfig",
     "PythonModelConfig",
+    "RematConfig",
     "UserError",
     "check_same_mathematics",
     "dump_config",

@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic.dataclasses import dataclass
 
+from jaxscale.config.memory import RematConfig, expand_remat
+
 _STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 _MULTIPLES = {"k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -299,8 +301,7 @@ class Config:
     precision: Annotated[PrecisionConfig, BeforeValidator(_expand_precision)] = field(
         default_factory=PrecisionConfig
     )
-    remat: Literal["none", "full", "matmuls"] = "none"
-    """What the backward pass recomputes: nothing, every block, or all but the block's matmuls."""
+    remat: Annotated[RematConfig, BeforeValidator(expand_remat)] = field(default_factory=RematConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     nonfinite: NonfiniteConfig = field(default_factory=NonfiniteConfig)

@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding
 
 from jaxscale.config import Config, UserError
+from jaxscale.sharding.equations import iterate_equations
 from jaxscale.sharding.hlo import Instruction, Program, count_trips, read_arrays
 from jaxscale.sharding.rules import Axes, iterate_leaves
 from jaxscale.sharding.zero import Layouts, dim_axes
@@ -28,7 +28,7 @@ def check_constraints(program: ClosedJaxpr) -> None:
       UserError: lists each such constraint with its array, axes, place in the source and bytes.
     """
     problems = []
-    for equation in _iterate_equations(program.jaxpr):
+    for equation in iterate_equations(program.jaxpr):
         sharding = equation.params.get("sharding")
         if equation.primitive.name != "sharding_constraint" or not isinstance(sharding, NamedSharding):
             continue
@@ -69,18 +69,6 @@ def check_layouts(compiled: Any, state: Any, layouts: Layouts, config: Config) -
             + "\n  lay them over other axes (strategy, zero.stage); if that does not help, it is a fault of "
             "ours or of XLA: please report it with the configuration"
         )
-
-
-def _iterate_equations(jaxpr: Jaxpr) -> Iterator[Any]:
-    for equation in jaxpr.eqns:
-        yield equation
-        for value in jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda x: isinstance(x, ClosedJaxpr | Jaxpr)
-        ):
-            if isinstance(value, ClosedJaxpr):
-                yield from _iterate_equations(value.jaxpr)
-            elif isinstance(value, Jaxpr):
-                yield from _iterate_equations(value)
 
 
 def _show_axes(sharding: NamedSharding, axes: Axes) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.errors import JaxRuntimeError
 
-from jaxscale.config import Config, MeshConfig, ModelConfig, PrecisionConfig, UserError
+from jaxscale.config import Config, MeshConfig, ModelConfig, PrecisionConfig, RematConfig, UserError
 from jaxscale.data.dataset import find_vocab
 from jaxscale.mesh import axis_sizes, count_asked, make_mesh, resolve_mesh
 from jaxscale.models.build import find_contradictions
@@ -230,7 +230,7 @@ def make_oracle(
         mesh=MeshConfig(),
         zero=replace(config.zero, stage=0, keep_gathered=False),
         batch=replace(config.batch, microbatches=1),
-        remat="none" if isinstance(config.model, ModelConfig) else config.remat,
+        remat=RematConfig(),
     )
     setup = _lay(alone, devices, vocab, model)
     _refuse_large(setup, asked, reduced=reduce)
@@ -248,7 +248,7 @@ def make_oracle(
     return Oracle(
         config=config,
         vocab=vocab,
-        # A decoder is made anew for each case, with its remat; the file of one's own model is read once.
+        # A decoder is made anew for each case; the file of one's own model is read once.
         model=setup.model if setup.shape is None else None,
         devices=devices,
         reference=reference,
