@@ -116,6 +116,10 @@ def read_memory(compiled: Any) -> MemoryReport:
         arguments=analysis.argument_size_in_bytes,
         outputs=analysis.output_size_in_bytes - analysis.alias_size_in_bytes,
         temporaries=analysis.temp_size_in_bytes,
+        host=analysis.host_argument_size_in_bytes
+        + analysis.host_output_size_in_bytes
+        - analysis.host_alias_size_in_bytes
+        + analysis.host_temp_size_in_bytes,
     )
 
 

@@ -160,9 +160,12 @@ class MemoryReport:
     """Without those that reuse the memory of a donated argument."""
     temporaries: int
     """With the weights in the compute format and the accumulators, which live within a step."""
+    host: int = 0
+    """In the host's memory, where the compiler tells it apart: not a CPU's."""
 
     @property
     def peak(self) -> int:
+        """On the device."""
         return self.arguments + self.outputs + self.temporaries
 
     def to_json(self) -> dict[str, int]:

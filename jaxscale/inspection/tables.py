@@ -145,7 +145,7 @@ def _render_traffic(rows: Sequence[TrafficRow], expected: Sequence[ExpectedRow])
     if not rows and not unsent:
         return Text("Collectives: none; a single device sends nothing.")
     unit = choose_unit(max([0, *(row.bytes or 0 for row in rows), *(row.bytes for row in expected)]))
-    table = _make_table("Collectives of the compiled step, sent by a device a step", "axis", "kind")
+    table = make_table("Collectives of the compiled step, sent by a device a step", "axis", "kind")
     for name in ("calls", "elements", "expected", "off by", unit.name, f"expected {unit.name}"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
@@ -196,7 +196,7 @@ def _render_memory(inspection: Inspection) -> RenderableType:
     if memory is not None:
         rows.append(("temporaries", inspection.temporary_bytes or 0))
     unit = choose_unit(inspection.total_bytes)
-    table = _make_table("Memory of a device", "")
+    table = make_table("Memory of a device", "")
     table.add_column(unit.name, justify="right")
     for name, count in rows:
         table.add_row(name, unit.word(count))
@@ -226,7 +226,7 @@ def _render_warnings(warnings: Iterable[str]) -> RenderableType:
     return Group(title, *(Text(f"• {warning}") for warning in listed))
 
 
-def _make_table(title: str, *columns: str) -> Table:
+def make_table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
     table.show_edge, table.padding = False, (0, 1, 0, 0)
     for column in columns:
@@ -236,7 +236,7 @@ def _make_table(title: str, *columns: str) -> Table:
 
 def _make_leaf_table(title: str, *columns: str, leaves: Iterable[LeafReport]) -> Table:
     """A table whose first column is paths, which stay in one piece unless they take too much of the line."""
-    table = _make_table(title, "leaf", *columns)
+    table = make_table(title, "leaf", *columns)
     table.columns[0].no_wrap = max(len(leaf.path) for leaf in leaves) <= _LONGEST_PATH
     return table
 

@@ -7,6 +7,7 @@ otherwise change nothing without a word.
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 from jax.extend.core import ClosedJaxpr
 
 from jaxscale.config import RematConfig, UserError
@@ -53,23 +54,30 @@ def _list_names(program: ClosedJaxpr) -> list[str]:
 def _find_held(program: ClosedJaxpr) -> Iterator[tuple[str, bool]]:
     """(name, whether in host memory) of each named tensor that leaves the program that made it."""
     for jaxpr in iterate_jaxprs(program.jaxpr):
-        results = {id(variable) for variable in jaxpr.outvars}
-        moved = {id(source): variable for source, variable in _iterate_moves(jaxpr)}
+        copies, results = _find_copies(jaxpr), {id(variable) for variable in jaxpr.outvars}
         for equation in jaxpr.eqns:
             name = find_name(equation.primitive, equation.params)
-            if name is None:
-                continue
-            for variable in equation.outvars:
-                if id(variable) in results:
-                    yield name, False
-                if id(variable) in moved and id(moved[id(variable)]) in results:
-                    yield name, True
+            for variable in equation.outvars if name is not None else ():
+                for copy in _follow(variable, copies):
+                    if id(copy) in results:
+                        yield str(name), _is_on_host(copy)
 
 
-def _iterate_moves(jaxpr: Any) -> Iterator[tuple[Any, Any]]:
-    """(array, its copy) of each move into host memory."""
+def _find_copies(jaxpr: Any) -> dict[int, list[Any]]:
+    """The copies made of each array; `jax.checkpoint` rounds what it keeps, to the format that it has."""
+    copies: dict[int, list[Any]] = {}
     for equation in jaxpr.eqns:
-        if equation.primitive.name == "device_put":
+        if equation.primitive.name in ("device_put", "reduce_precision"):
             for source, copy in zip(equation.invars, equation.outvars, strict=True):
-                if "host" in str(copy.aval.memory_space).lower():
-                    yield source, copy
+                copies.setdefault(id(source), []).append(copy)
+    return copies
+
+
+def _follow(variable: Any, copies: dict[int, list[Any]]) -> Iterator[Any]:
+    yield variable
+    for copy in copies.get(id(variable), ()):
+        yield from _follow(copy, copies)
+
+
+def _is_on_host(variable: Any) -> bool:
+    return variable.aval.memory_space == jax.memory.Space.Host

@@ -77,12 +77,11 @@ class Setup:
         with self.ambient():
             return init.lower(make_key(self.config.seed)).compile(compiler_options=options)
 
-    def compile_step(self, *, with_gradients: bool = False) -> Compiled:
-        """(state, batch) -> (state, metrics), the state donated; optionally the gradients (`make_step`).
+    def trace_step(self, *, with_gradients: bool = False) -> jax.stages.Traced:
+        """The step of `compile_step` before it compiles.
 
         Raises:
-          UserError: a layout that was asked for cannot be had, or is not what the compiler made; the model
-            does not name what `remat` lists.
+          UserError: a layout that was asked for cannot be had; the model does not do what `remat` asks for.
         """
         outputs: tuple = (self.shardings, self.layouts.replicated)
         step = jax.jit(
@@ -92,8 +91,18 @@ class Setup:
         )
         with self.ambient():
             traced = step.trace(self.abstract_state, describe_batch(self.config, self.layouts))
-            check_constraints(traced.jaxpr)
-            check_remat(traced.jaxpr, self.config.remat)
+        check_constraints(traced.jaxpr)
+        check_remat(traced.jaxpr, self.config.remat)
+        return traced
+
+    def compile_step(self, *, with_gradients: bool = False) -> Compiled:
+        """(state, batch) -> (state, metrics), the state donated; optionally the gradients (`make_step`).
+
+        Raises:
+          UserError: as `trace_step`, or a layout is not what the compiler made.
+        """
+        traced = self.trace_step(with_gradients=with_gradients)
+        with self.ambient():
             compiled = traced.lower().compile()
         check_layouts(compiled, self.abstract_state, self.layouts, self.config)
         return compiled
