@@ -310,7 +310,7 @@ def test_inspect_remat_as_json(capsys: Any, tmp_path: Any) -> None:
 
 
 def test_the_table_names_every_choice_and_says_what_a_cpu_cannot_show(reports: dict[str, Any]) -> None:
-    console = Console(width=100, record=True, file=io.StringIO())
+    console = Console(width=140, record=True, file=io.StringIO())
     console.print(render_remat(tuple(reports.values()), "cpu"))
     text = console.export_text()
     assert all(name in text for name in reports)

@@ -59,17 +59,23 @@ def compare_remat(setup: Setup, progress: Progress = lambda _: nullcontext()) ->
     Raises:
       UserError: the model does not call `jaxscale.remat`, or has no tensor of a listed name.
     """
-    plain = _measure(setup, RematConfig(), None, progress)
+    plain = measure_remat(setup, RematConfig(), None, progress)
     policies = [policy for policy in get_args(RematPolicy) if policy != "none"]
     if setup.shape is None:
         policies.remove("attention")
     choices = [RematConfig(policy=policy) for policy in policies]
     if setup.config.remat not in (RematConfig(), *choices):
         choices.append(setup.config.remat)
-    return (plain, *(_measure(setup, choice, plain.matmul_flops, progress) for choice in choices))
+    return (plain, *(measure_remat(setup, choice, plain.matmul_flops, progress) for choice in choices))
 
 
-def _measure(setup: Setup, remat: RematConfig, plain_flops: int | None, progress: Progress) -> RematReport:
+def measure_remat(
+    setup: Setup,
+    remat: RematConfig,
+    plain_flops: int | None,
+    progress: Progress = lambda _: nullcontext(),
+) -> RematReport:
+    """Compiles the step with one choice; `plain_flops` are those of the step without remat, None: this one."""
     chosen = replace(setup, config=replace(setup.config, remat=remat))
     with progress(f"compiling the step with remat {remat.policy}"):
         flops = count_matmul_flops(chosen.trace_step().jaxpr.jaxpr)
