@@ -3,7 +3,7 @@
 from jaxscale.config.compare import check_same_mathematics
 from jaxscale.config.errors import UserError
 from jaxscale.config.load import dump_config, flatten_config, load_config, parse_config
-from jaxscale.config.memory import RematConfig
+from jaxscale.config.memory import OffloadConfig, RematConfig
 from jaxscale.config.schema import (
     BatchConfig,
     Config,
@@ -21,6 +21,7 @@ __all__ = [
     "DataConfig",
     "MeshConfig",
     "ModelConfig",
+    "OffloadConfig",
     "OptimizerConfig",
     "PrecisionConfig",
     "PythonModelConfig",

@@ -44,3 +44,17 @@ class RematConfig:
     def is_off(self) -> bool:
         """Whether everything is kept, as without any remat."""
         return self.policy == "none" and not self.named
+
+
+@dataclass(frozen=True, config=_STRICT, kw_only=True)
+class OffloadConfig:
+    """What a run keeps in the host's pinned memory; updates stream it a layer at a time (ZeRO-Offload)."""
+
+    optimizer_state: bool = False
+    """Moments of the optimizer."""
+    master_weights: bool = False
+    """Parameters as the optimizer keeps them; the weights in use stay on the device."""
+
+    @property
+    def is_off(self) -> bool:
+        return not (self.optimizer_state or self.master_weights)

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic.dataclasses import dataclass
 
-from jaxscale.config.memory import RematConfig, expand_remat
+from jaxscale.config.memory import OffloadConfig, RematConfig, expand_remat
 
 _STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
@@ -302,6 +302,7 @@ class Config:
         default_factory=PrecisionConfig
     )
     remat: Annotated[RematConfig, BeforeValidator(expand_remat)] = field(default_factory=RematConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     nonfinite: NonfiniteConfig = field(default_factory=NonfiniteConfig)

@@ -15,7 +15,7 @@ from jaxscale.config.memory import RematPolicy
 from jaxscale.inspection.inspect import read_memory
 from jaxscale.inspection.report import MemoryReport
 from jaxscale.inspection.tables import choose_unit, make_table
-from jaxscale.sharding.equations import find_inner
+from jaxscale.sharding.equations import drop_unused, find_inner
 from jaxscale.training.setup import Setup
 
 Progress = Callable[[str], AbstractContextManager[object]]
@@ -75,7 +75,7 @@ def measure_remat(
     plain_flops: int | None,
     progress: Progress = lambda _: nullcontext(),
 ) -> RematReport:
-    """Compiles the step with one choice; `plain_flops` are those of the step without remat, None: this one."""
+    """Compiles the step with one choice; `plain_flops`: of the step without remat, None if it is this one."""
     chosen = replace(setup, config=replace(setup.config, remat=remat))
     with progress(f"compiling the step with remat {remat.policy}"):
         flops = count_matmul_flops(chosen.trace_step().jaxpr.jaxpr)
@@ -94,6 +94,10 @@ def count_matmul_flops(program: Jaxpr) -> int:
     A loop counts with its trips, a branch as the dearest; a Pallas kernel with all blocks of its grid, also
     those that its mask skips.
     """
+    return _count_program(drop_unused(program))
+
+
+def _count_program(program: Jaxpr) -> int:
     return sum(_count_equation(equation) for equation in program.eqns)
 
 
@@ -106,7 +110,7 @@ def _count_equation(equation: Any) -> int:
     if name in _KERNEL_MATMULS:
         (batch, length, heads, head), keys = (value.aval.shape for value in equation.invars[:2])
         return _KERNEL_MATMULS[name] * 2 * batch * length * heads * head * keys[1]
-    inner = [count_matmul_flops(each) for each in find_inner(equation)]
+    inner = [_count_program(each) for each in find_inner(equation)]
     if name == "cond":
         return max(inner)
     return sum(inner) * _count_runs(name, params)

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.interpreters.partial_eval import dce_jaxpr
 
 
 def iterate_jaxprs(jaxpr: Jaxpr) -> Iterator[Jaxpr]:
@@ -30,3 +31,8 @@ def find_inner(equation: Any) -> Iterator[Jaxpr]:
             yield value.jaxpr
         elif isinstance(value, Jaxpr):
             yield value
+
+
+def drop_unused(jaxpr: Jaxpr) -> Jaxpr:
+    """The program without what none of its results needs, which compilers leave out too."""
+    return dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]

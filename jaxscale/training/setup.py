@@ -24,6 +24,7 @@ from jaxscale.sharding.activations import use_strategy
 from jaxscale.sharding.rules import PARAMETER_STRATEGY, REPLICATED, Axes, lay_leaves, raise_problems
 from jaxscale.sharding.zero import Layouts, lay_stages
 from jaxscale.training.layout_check import check_constraints, check_layouts
+from jaxscale.training.offload import find_offload_problems
 from jaxscale.training.optimizer import make_optimizer
 from jaxscale.training.remat_check import check_remat
 from jaxscale.training.state import TrainState, describe_state, init_state, lay_state
@@ -52,7 +53,7 @@ class Setup:
 
     @cached_property
     def shardings(self) -> TrainState:
-        return lay_state(self.model, self.optimizer, self.layouts)
+        return lay_state(self.model, self.optimizer, self.layouts, self.config.offload)
 
     @cached_property
     def abstract_state(self) -> TrainState:
@@ -148,7 +149,7 @@ def make_setup(config: Config, mesh: Mesh, vocab: int, model: Model | None = Non
     Raises:
       UserError: batch, sizes, rules or strategy do not fit each other or the mesh; every problem is listed.
     """
-    problems = find_batch_problems(config, mesh)
+    problems = find_batch_problems(config, mesh) + find_offload_problems(config, mesh)
     shape: DecoderShape | None = None
     if model is not None:
         with jax.set_mesh(mesh):

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxscale.config import OffloadConfig
 from jaxscale.models.model import Model
 from jaxscale.sharding.zero import Layouts
-from jaxscale.training.optimizer_layout import lay_optimizer
+from jaxscale.training.optimizer_layout import HOST_MEMORY, lay_optimizer
 
 
 @jax.tree_util.register_dataclass
@@ -44,11 +45,16 @@ def init_state(model: Model, optimizer: optax.GradientTransformation, key: jax.A
     return TrainState(params, optimizer.init(params), zero(), zero(), zero(), zero(), zero())
 
 
-def lay_state(model: Model, optimizer: optax.GradientTransformation, layouts: Layouts) -> TrainState:
-    """The sharding of each leaf of the state, as a `TrainState` of shardings."""
+def lay_state(
+    model: Model, optimizer: optax.GradientTransformation, layouts: Layouts, offload: OffloadConfig
+) -> TrainState:
+    """The sharding of each leaf of the state, with its kind of memory, as a `TrainState` of shardings."""
     whole: Any = layouts.replicated
-    moments = lay_optimizer(optimizer, model.shapes, layouts)
-    return TrainState(layouts.params, moments, whole, whole, whole, whole, whole)
+    moments = lay_optimizer(optimizer, model.shapes, layouts, on_host=offload.optimizer_state)
+    params = layouts.params
+    if offload.master_weights:
+        params = jax.tree.map(lambda sharding: sharding.with_memory_kind(HOST_MEMORY), params)
+    return TrainState(params, moments, whole, whole, whole, whole, whole)
 
 
 def describe_state(

@@ -6,6 +6,7 @@ Parameters are kept as the optimizer's; once a step they are cast to the compute
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,11 +22,13 @@ from jaxscale.numerics.policy import DTYPES, compute_dtype, matmul_precision
 from jaxscale.sharding.rules import iterate_leaves
 from jaxscale.sharding.zero import Layouts
 from jaxscale.training.gradients import make_gradient_sums
-from jaxscale.training.optimizer import clip_gradients
+from jaxscale.training.offload import fetch_parameter, make_streamed_update
+from jaxscale.training.optimizer import apply_update, clip_gradients
 from jaxscale.training.schedule import learning_rate
 from jaxscale.training.state import TrainState
 
 Metrics = dict[str, jax.Array]
+ApplyUpdate = Callable[[Params, Any, Params, jax.Array], tuple[Params, Any]]
 
 BATCH_DTYPES = {
     "tokens": jnp.int32,
@@ -55,7 +58,7 @@ def describe_batch(config: Config, layouts: Layouts) -> dict[str, jax.ShapeDtype
 def make_weights(params: Params, layouts: Layouts, dtype: jnp.dtype) -> Params:
     """The weights in use: cast while they lie in shards, then gathered as far as the ZeRO stage says."""
     cast = [
-        leaf if layouts.leaves[path].is_exempt else leaf.astype(dtype)
+        fetch_parameter(leaf, layouts.leaves[path], leaf.dtype if layouts.leaves[path].is_exempt else dtype)
         for path, leaf in iterate_leaves(params)
     ]
     return _lay(jax.tree.unflatten(jax.tree.structure(params), cast), layouts.weights)
@@ -112,13 +115,17 @@ def make_step(
 def _make_update(
     optimizer: optax.GradientTransformation, layouts: Layouts, config: Config
 ) -> Callable[[TrainState, Params, jax.Array], TrainState]:
+    if config.offload.is_off:
+        apply: ApplyUpdate = partial(apply_update, optimizer)
+    else:
+        apply = make_streamed_update(optimizer, layouts)
+
     def update(state: TrainState, gradients: Params, rate: jax.Array) -> TrainState:
         """The state after one update, data position aside."""
-        updates, moments = optimizer.update(gradients, state.moments, state.params)
-        params = jax.tree.map(lambda p, u: (p - rate * u).astype(p.dtype), state.params, updates)
+        params, moments = apply(gradients, state.moments, state.params, rate)
         return replace(
             state,
-            params=_lay(params, layouts.params),
+            params=params if config.offload.master_weights else _lay(params, layouts.params),
             moments=moments,
             updates=state.updates + jnp.uint32(1),
             skips_in_row=jnp.zeros_like(state.skips_in_row),

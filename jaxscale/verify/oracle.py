@@ -180,7 +180,7 @@ def place_batch(setup: Setup, arrays: Arrays) -> dict[str, jax.Array]:
 
 def find_misplaced(setup: Setup, state: TrainState) -> list[str]:
     """Leaves of parameters and optimizer state that do not lie as asked, or not like their parameter."""
-    asked = {"parameter": setup.layouts.params, "optimizer state": setup.shardings.moments}
+    asked = {"parameter": setup.shardings.params, "optimizer state": setup.shardings.moments}
     problems = []
     for kind, tree in (("parameter", state.params), ("optimizer state", state.moments)):
         wanted = dict(iterate_leaves(asked[kind]))

@@ -8,7 +8,15 @@ from typing import Any
 import jax
 from jax.errors import JaxRuntimeError
 
-from jaxscale.config import Config, MeshConfig, ModelConfig, PrecisionConfig, RematConfig, UserError
+from jaxscale.config import (
+    Config,
+    MeshConfig,
+    ModelConfig,
+    OffloadConfig,
+    PrecisionConfig,
+    RematConfig,
+    UserError,
+)
 from jaxscale.data.dataset import find_vocab
 from jaxscale.mesh import axis_sizes, count_asked, make_mesh, resolve_mesh
 from jaxscale.models.build import find_contradictions
@@ -231,6 +239,7 @@ def make_oracle(
         zero=replace(config.zero, stage=0, keep_gathered=False),
         batch=replace(config.batch, microbatches=1),
         remat=RematConfig(),
+        offload=OffloadConfig(),
     )
     setup = _lay(alone, devices, vocab, model)
     _refuse_large(setup, asked, reduced=reduce)
