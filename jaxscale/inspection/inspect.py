@@ -18,6 +18,7 @@ from jaxscale.sharding.activations import Observation, watch_constraints
 from jaxscale.sharding.collectives import Collective, read_collectives
 from jaxscale.sharding.rules import Axes
 from jaxscale.sharding.zero import STATE_AXES, ZERO_AXIS, dim_axes
+from jaxscale.training.offload import expect_host_traffic
 from jaxscale.training.optimizer_layout import describe_optimizer
 from jaxscale.training.setup import Setup
 from jaxscale.training.traffic import expected_traffic
@@ -39,7 +40,7 @@ def inspect_setup(
     """
     config = setup.config
     optimizer_leaves, _ = describe_optimizer(setup.optimizer, setup.model.shapes, setup.layouts)
-    leaves, counter_bytes = weigh_leaves(setup.layouts, optimizer_leaves, config.precision)
+    leaves, counter_bytes = weigh_leaves(setup.layouts, optimizer_leaves, config)
     warnings = warn_of_replication(leaves, wanted_axes(config.zero.stage))
     seen = _look_at_step(setup, progress) if compile else None
     rows = tabulate_traffic(seen.collectives if seen else ())
@@ -58,6 +59,7 @@ def inspect_setup(
         activations=seen.activations if seen else None,
         collectives=rows if seen else None,
         expected_collectives=expected,
+        host_traffic=None if config.offload.is_off else expect_host_traffic(setup.abstract_state),
         warnings=tuple(warnings),
         errors=tuple(find_activation_errors(seen.activations)) if seen else (),
     )

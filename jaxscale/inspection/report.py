@@ -1,10 +1,11 @@
 """What an inspection reports: plain values that go into JSON, a table or a picture."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from jaxscale.sharding.rules import Axes
+from jaxscale.training.offload import HostTraffic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,9 +18,12 @@ class StateBytes:
     """Gradient accumulators."""
     optimizer: int = 0
     """Optimizer state, and the kept master parameters where they are not the array that compute uses."""
+    host: int = 0
+    """Optimizer state and master parameters that lie in the host's memory instead."""
 
     @property
     def total(self) -> int:
+        """On the device."""
         return self.parameters + self.gradients + self.optimizer
 
     def to_json(self) -> dict[str, int]:
@@ -188,6 +192,8 @@ class Inspection:
     activations: tuple[ActivationReport, ...] | None
     collectives: tuple[TrafficRow, ...] | None
     expected_collectives: tuple[ExpectedRow, ...]
+    host_traffic: HostTraffic | None
+    """With state on the host: what lies there and what a step moves, by closed form."""
     warnings: tuple[str, ...]
     errors: tuple[str, ...] = ()
     """What the compiler laid otherwise than asked."""
@@ -203,7 +209,11 @@ class Inspection:
     def temporary_bytes(self) -> int | None:
         """What the compiled step needs at its peak beside weights, accumulators and optimizer state:
         activations, gathered weights, workspace. 0 where the compiler never holds all three at once."""
-        return None if self.memory is None else max(0, self.memory.peak - self.state_bytes.total)
+        if self.memory is None:
+            return None
+        state = self.state_bytes
+        # A compiler that tells no host memory apart counts what lies there with the rest.
+        return max(0, self.memory.peak - state.total - (0 if self.memory.host else state.host))
 
     @property
     def total_bytes(self) -> int:
@@ -227,6 +237,7 @@ class Inspection:
             "activations": _list_json(self.activations),
             "collectives": _list_json(self.collectives),
             "expected_collectives": [row.to_json() for row in self.expected_collectives],
+            "host_traffic": None if self.host_traffic is None else asdict(self.host_traffic),
             "warnings": list(self.warnings),
             "errors": list(self.errors),
         }

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from jaxscale.config import PrecisionConfig
+from jaxscale.config import Config
 from jaxscale.inspection.report import LeafReport, StateBytes
 from jaxscale.numerics.policy import DTYPES, compute_dtype
 from jaxscale.sharding.rules import Axes, Leaf, iterate_leaves
@@ -38,7 +38,7 @@ def measure_part(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) ->
 
 
 def weigh_leaves(
-    layouts: Layouts, optimizer_leaves: Sequence[StateLeaf], precision: PrecisionConfig
+    layouts: Layouts, optimizer_leaves: Sequence[StateLeaf], config: Config
 ) -> tuple[tuple[LeafReport, ...], int]:
     """(a report for each parameter in tree order, bytes of optimizer state that belongs to no parameter)."""
     moments: dict[str | None, list[Part]] = {}
@@ -48,7 +48,7 @@ def weigh_leaves(
         dict(iterate_leaves(tree)) for tree in (layouts.params, layouts.weights, layouts.gradients)
     )
     reports = tuple(
-        _weigh_leaf(leaf, kept[path], weights[path], gradients[path], moments.get(path, []), precision)
+        _weigh_leaf(leaf, kept[path], weights[path], gradients[path], moments.get(path, []), config)
         for path, leaf in layouts.leaves.items()
     )
     return reports, sum(part.bytes for part in moments.get(None, []))
@@ -60,15 +60,20 @@ def _weigh_leaf(
     weight: NamedSharding,
     gradient: NamedSharding,
     moments: list[Part],
-    precision: PrecisionConfig,
+    config: Config,
 ) -> LeafReport:
+    precision, offload = config.precision, config.offload
     in_compute = leaf.dtype if leaf.is_exempt else compute_dtype(precision)
     is_master = in_compute != leaf.dtype or not weight.is_equivalent_to(kept, len(leaf.shape))
-    parts = {
+    masters = [measure_part(leaf.shape, leaf.dtype, kept)] if is_master or offload.master_weights else []
+    parts: dict[str, list[Part]] = {
         "parameters": [measure_part(leaf.shape, in_compute, weight)],
         "gradients": [measure_part(leaf.shape, DTYPES[precision.accumulate], gradient)],
-        "optimizer": [*([measure_part(leaf.shape, leaf.dtype, kept)] if is_master else []), *moments],
+        "optimizer": [],
+        "host": [],
     }
+    parts["host" if offload.master_weights else "optimizer"] += masters
+    parts["host" if offload.optimizer_state else "optimizer"] += moments
     return LeafReport(
         path=leaf.path,
         shape=leaf.shape,
@@ -82,7 +87,9 @@ def _weigh_leaf(
         bytes_per_device=StateBytes(
             **{kind: sum(part.bytes for part in some) for kind, some in parts.items()}
         ),
-        whole_on={kind: _join_axes(some, kept.mesh.shape) for kind, some in parts.items()},
+        whole_on={
+            kind: _join_axes(some, kept.mesh.shape) for kind, some in parts.items() if some or kind != "host"
+        },
         replication=StateBytes(**{kind: _count_copies(some) for kind, some in parts.items()}),
     )
 

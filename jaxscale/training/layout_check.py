@@ -16,9 +16,10 @@ from jax.sharding import NamedSharding
 
 from jaxscale.config import Config, UserError
 from jaxscale.sharding.equations import iterate_equations
-from jaxscale.sharding.hlo import Instruction, Program, count_trips, read_arrays
+from jaxscale.sharding.hlo import Instruction, Program, count_trips, read_arrays, read_host_places
 from jaxscale.sharding.rules import Axes, iterate_leaves
 from jaxscale.sharding.zero import Layouts, dim_axes
+from jaxscale.training.optimizer_layout import HOST_MEMORY
 
 
 def check_constraints(program: ClosedJaxpr) -> None:
@@ -82,11 +83,18 @@ def _find_place(equation: Any) -> str:
 
 
 def _compare_state(text: str, state: Any) -> Iterator[str]:
-    outputs = read_arrays(text[: text.find("\n")].rpartition("->")[2])
-    for (path, leaf), (_, local) in zip(iterate_leaves(state), outputs, strict=False):
+    results = text[: text.find("\n")].rpartition("->")[2]
+    outputs = zip(iterate_leaves(state), read_arrays(results), read_host_places(results), strict=False)
+    for (path, leaf), (_, local), is_on_host in outputs:
         asked = leaf.sharding.shard_shape(leaf.shape)
         if local != asked:
             yield _describe(path, leaf.shape, asked, local, leaf.dtype.itemsize)
+        if is_on_host != (leaf.sharding.memory_kind == HOST_MEMORY):
+            got = "the host's memory" if is_on_host else "the device's memory"
+            yield (
+                f"{path} {leaf.shape}: asked in {leaf.sharding.memory_kind}, the compiled step leaves it in "
+                f"{got}, {math.prod(local) * leaf.dtype.itemsize:,} bytes"
+            )
 
 
 def _compare_accumulators(text: str, layouts: Layouts, config: Config) -> Iterator[str]:

@@ -6,6 +6,7 @@ back to its place. A `lax.scan` that returns the new slices holds the whole stat
 (`scripts/study_offload.py`); a loop over the buffers themselves does not.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +25,7 @@ from jaxscale.sharding.rules import Leaf, iterate_leaves
 from jaxscale.sharding.zero import Layouts
 from jaxscale.training.optimizer import apply_update
 from jaxscale.training.optimizer_layout import HOST_MEMORY, find_owner
+from jaxscale.training.state import TrainState
 
 # Optimizers whose update of an element looks at no other element, so that a layer can go by itself.
 ELEMENTWISE_OPTIMIZERS = ("adamw", "lion", "sgd")
@@ -48,7 +50,40 @@ def find_offload_problems(config: Config, mesh: Mesh) -> list[str]:
             f"offload: {config.optimizer.name} looks at more than one element at a time, so its state cannot "
             f"be streamed by layers; take {', '.join(ELEMENTWISE_OPTIMIZERS)}, or turn offload off"
         )
+    if config.strategy.get("layers"):
+        problems.append(
+            f"offload: strategy.layers={list(config.strategy['layers'])} cuts the layers, which are streamed "
+            "one by one; lay another dim over these axes, or turn offload off"
+        )
     return problems
+
+
+@dataclass(frozen=True)
+class HostTraffic:
+    """What a step moves between one device and its host, in bytes."""
+
+    held: int
+    """State that lies on the host in place of the device."""
+    to_device: int
+    to_host: int
+
+
+def expect_host_traffic(state: TrainState) -> HostTraffic:
+    """By closed form: moments go each way once; master weights come twice, for use and for the update.
+
+    Args:
+      state: `ShapeDtypeStruct`s with shardings (`Setup.abstract_state`).
+    """
+    moments, params = _weigh_on_host(state.moments), _weigh_on_host(state.params)
+    return HostTraffic(moments + params, moments + 2 * params, moments + params)
+
+
+def _weigh_on_host(tree: Any) -> int:
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+        if leaf.sharding.memory_kind == HOST_MEMORY
+    )
 
 
 def fetch_parameter(leaf: jax.Array, rule: Leaf, dtype: jnp.dtype) -> jax.Array:
