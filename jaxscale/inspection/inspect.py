@@ -16,6 +16,7 @@ from jaxscale.inspection.weigh import measure_part, weigh_leaves
 from jaxscale.numerics.policy import compute_dtype
 from jaxscale.sharding.activations import Observation, watch_constraints
 from jaxscale.sharding.collectives import Collective, read_collectives
+from jaxscale.sharding.host_moves import HostMoves, read_host_moves
 from jaxscale.sharding.rules import Axes
 from jaxscale.sharding.zero import STATE_AXES, ZERO_AXIS, dim_axes
 from jaxscale.training.offload import expect_host_traffic
@@ -60,6 +61,7 @@ def inspect_setup(
         collectives=rows if seen else None,
         expected_collectives=expected,
         host_traffic=None if config.offload.is_off else expect_host_traffic(setup.abstract_state),
+        host_moves=seen.host_moves if seen else None,
         warnings=tuple(warnings),
         errors=tuple(find_activation_errors(seen.activations)) if seen else (),
     )
@@ -72,16 +74,19 @@ class _CompiledStep:
     collectives: list[Collective]
     memory: MemoryReport
     activations: tuple[ActivationReport, ...]
+    host_moves: HostMoves | None
 
 
 def _look_at_step(setup: Setup, progress: Progress) -> _CompiledStep:
     with progress("compiling the step"), watch_constraints() as observations:
         compiled: Any = setup.compile_step()
     with progress("reading the compiled step"):
+        text = compiled.as_text()
         return _CompiledStep(
-            collectives=read_collectives(compiled.as_text(), setup.mesh),
+            collectives=read_collectives(text, setup.mesh),
             memory=read_memory(compiled),
             activations=tuple(describe_activation(each) for each in observations),
+            host_moves=read_host_moves(text) if setup.platform == "tpu" else None,
         )
 
 

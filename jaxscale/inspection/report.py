@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from jaxscale.sharding.host_moves import HostMoves
 from jaxscale.sharding.rules import Axes
 from jaxscale.training.offload import HostTraffic
 
@@ -194,6 +195,8 @@ class Inspection:
     expected_collectives: tuple[ExpectedRow, ...]
     host_traffic: HostTraffic | None
     """With state on the host: what lies there and what a step moves, by closed form."""
+    host_moves: HostMoves | None
+    """What the compiled step moves to and from the host; None where its compiler does not say (all but TPU)."""
     warnings: tuple[str, ...]
     errors: tuple[str, ...] = ()
     """What the compiler laid otherwise than asked."""
@@ -238,6 +241,7 @@ class Inspection:
             "collectives": _list_json(self.collectives),
             "expected_collectives": [row.to_json() for row in self.expected_collectives],
             "host_traffic": None if self.host_traffic is None else asdict(self.host_traffic),
+            "host_moves": None if self.host_moves is None else asdict(self.host_moves),
             "warnings": list(self.warnings),
             "errors": list(self.errors),
         }

@@ -232,6 +232,9 @@ def _list_host_notes(inspection: Inspection, unit: Unit) -> list[Text]:
         f"offload: {held} {unit.name} of state lie in the host's memory instead; a step brings {down} "
         f"{unit.name} to the device and {up} {unit.name} back"
     )
+    if moves := inspection.host_moves:
+        down, up = unit.word(moves.to_device), unit.word(moves.to_host)
+        line += f"; the compiled step moves {down} and {up} {unit.name}"
     if inspection.platform == "cpu":
         line += "; a CPU has one memory, so its compiler counts them as the device's"
     return [Text(line)]
