@@ -196,7 +196,7 @@ class Inspection:
     host_traffic: HostTraffic | None
     """With state on the host: what lies there and what a step moves, by closed form."""
     host_moves: HostMoves | None
-    """What the compiled step moves to and from the host; None where its compiler does not say (all but TPU)."""
+    """What the compiled step moves to and from the host; None on all but TPU, whose compiler alone says."""
     warnings: tuple[str, ...]
     errors: tuple[str, ...] = ()
     """What the compiler laid otherwise than asked."""
