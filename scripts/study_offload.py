@@ -46,7 +46,9 @@ WAYS = {
 
 def main() -> None:
     print(
-        "| on the host | device: arguments | temporaries | host: arguments | temporaries | moved a step | compiled |"
+        "| on the host | device: arguments | temporaries | host: arguments | temporaries ",
+        "| moved a step | compiled |",
+        sep="",
     )
     print("|---|---|---|---|---|---|---|")
     for name, offload in WAYS.items():

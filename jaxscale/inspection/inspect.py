@@ -41,7 +41,7 @@ def inspect_setup(
     """
     config = setup.config
     optimizer_leaves, _ = describe_optimizer(setup.optimizer, setup.model.shapes, setup.layouts)
-    leaves, counter_bytes = weigh_leaves(setup.layouts, optimizer_leaves, config)
+    leaves, counter_bytes = weigh_leaves(setup.layouts, optimizer_leaves, config.precision, config.offload)
     warnings = warn_of_replication(leaves, wanted_axes(config.zero.stage))
     seen = _look_at_step(setup, progress) if compile else None
     rows = tabulate_traffic(seen.collectives if seen else ())

@@ -8,12 +8,14 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from jaxscale.config import Config
+from jaxscale.config import OffloadConfig, PrecisionConfig
 from jaxscale.inspection.report import LeafReport, StateBytes
 from jaxscale.numerics.policy import DTYPES, compute_dtype
 from jaxscale.sharding.rules import Axes, Leaf, iterate_leaves
 from jaxscale.sharding.zero import Layouts, dim_axes, spec_axes
 from jaxscale.training.optimizer_layout import StateLeaf
+
+_NO_OFFLOAD = OffloadConfig()
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,10 @@ def measure_part(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) ->
 
 
 def weigh_leaves(
-    layouts: Layouts, optimizer_leaves: Sequence[StateLeaf], config: Config
+    layouts: Layouts,
+    optimizer_leaves: Sequence[StateLeaf],
+    precision: PrecisionConfig,
+    offload: OffloadConfig = _NO_OFFLOAD,
 ) -> tuple[tuple[LeafReport, ...], int]:
     """(a report for each parameter in tree order, bytes of optimizer state that belongs to no parameter)."""
     moments: dict[str | None, list[Part]] = {}
@@ -48,7 +53,9 @@ def weigh_leaves(
         dict(iterate_leaves(tree)) for tree in (layouts.params, layouts.weights, layouts.gradients)
     )
     reports = tuple(
-        _weigh_leaf(leaf, kept[path], weights[path], gradients[path], moments.get(path, []), config)
+        _weigh_leaf(
+            leaf, kept[path], weights[path], gradients[path], moments.get(path, []), precision, offload
+        )
         for path, leaf in layouts.leaves.items()
     )
     return reports, sum(part.bytes for part in moments.get(None, []))
@@ -60,9 +67,9 @@ def _weigh_leaf(
     weight: NamedSharding,
     gradient: NamedSharding,
     moments: list[Part],
-    config: Config,
+    precision: PrecisionConfig,
+    offload: OffloadConfig,
 ) -> LeafReport:
-    precision, offload = config.precision, config.offload
     in_compute = leaf.dtype if leaf.is_exempt else compute_dtype(precision)
     is_master = in_compute != leaf.dtype or not weight.is_equivalent_to(kept, len(leaf.shape))
     masters = [measure_part(leaf.shape, leaf.dtype, kept)] if is_master or offload.master_weights else []
