@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from jaxscale.models.adapters import from_functions, from_linen, from_nnx
     from jaxscale.models.losses import token_cross_entropy
     from jaxscale.models.model import Model
+    from jaxscale.models.remat import name_tensor, remat
     from jaxscale.sharding.activations import constrain
     from jaxscale.sharding.rules import REPLICATED, Rules
     from jaxscale.trainer import Trainer
@@ -38,7 +39,9 @@ __all__ = [
     "from_linen",
     "from_nnx",
     "load_config",
+    "name_tensor",
     "parse_config",
+    "remat",
     "token_cross_entropy",
 ]
 __version__ = "0.1.0"
@@ -52,6 +55,8 @@ _HOMES = {
     "from_functions": "models.adapters",
     "from_linen": "models.adapters",
     "from_nnx": "models.adapters",
+    "name_tensor": "models.remat",
+    "remat": "models.remat",
     "token_cross_entropy": "models.losses",
 }
 

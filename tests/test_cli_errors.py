@@ -71,7 +71,11 @@ CASES = {
         "optimizer.peak_lr=fast", said=("optimizer.peak_lr: 'fast': must be a valid number",)
     ),
     "bad choice": _train(
-        "remat=Full", said=("remat: 'Full' is not one of 'none', 'full' or 'matmuls'", "did you mean full?")
+        "remat=Full",
+        said=(
+            "remat.policy: 'Full' is not one of 'none', 'attention', 'matmuls' or 'full'",
+            "did you mean full?",
+        ),
     ),
     "field of another optimizer": _train(
         "optimizer={name: lion, momentum: 0.95, eps: 1e-6}",

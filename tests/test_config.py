@@ -87,7 +87,7 @@ def test_all_problems_of_a_file_come_in_one_message(path):
         _load_with(path, "seed: -1\nmesh: {data: x}\nzero: {stage: 4}\nremat: all\n")
     message = str(caught.value)
     assert "4 problem(s)" in message
-    for field in ("seed: -1", "mesh.data: 'x'", "zero.stage: 4", "remat: 'all'"):
+    for field in ("seed: -1", "mesh.data: 'x'", "zero.stage: 4", "remat.policy: 'all'"):
         assert field in message
 
 
@@ -195,7 +195,10 @@ def test_a_value_is_read_as_what_it_says(path, override, field, expected):
         ("mesh=4", "mesh: 4 is not a section"),
         ("model.tied=2", "model.tied: 2: must be a valid boolean"),
         ("model.family=lama", "model.family: 'lama' is not one of 'llama' or 'gpt2'; did you mean llama?"),
-        ("remat=Full", "remat: 'Full' is not one of 'none', 'full' or 'matmuls'; did you mean full?"),
+        (
+            "remat=Full",
+            "remat.policy: 'Full' is not one of 'none', 'attention', 'matmuls' or 'full'; did you mean full?",
+        ),
         ("precision=fp16", "precision.compute: 'fp16' is not one of 'fp32' or 'bf16'"),
         ("zero.stage=4", "zero.stage: 4 is not one of 0, 1, 2 or 3"),
         ("zero.stage=true", "zero.stage: True: a number is needed here"),

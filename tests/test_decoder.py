@@ -37,9 +37,9 @@ def make_config(family="llama", mesh=None, **model):
     return parse_config(tree, origin="this test")
 
 
-def make_shape(family="llama", *, dtype="float32", remat="none", cross_documents=False, **model):
+def make_shape(family="llama", *, dtype="float32", cross_documents=False, **model):
     shape = shape_decoder(make_config(family, **model), vocab=VOCAB, platform="cpu")
-    return replace(shape, dtype=jnp.dtype(dtype), remat=remat, cross_documents=cross_documents)
+    return replace(shape, dtype=jnp.dtype(dtype), cross_documents=cross_documents)
 
 
 def draw_params(shape, seed=0):
@@ -298,25 +298,6 @@ def make_batch():
     weights_BT = jnp.ones(labels_BT.shape).at[:, -1].set(0.0)
     names = ("tokens", "positions", "segments", "labels", "weights")
     return dict(zip(names, (*tokens, labels_BT, weights_BT), strict=True))
-
-
-def test_recomputing_activations_changes_no_gradient_and_recomputes():
-    params, batch = draw_params(make_shape()), make_batch()
-    plain = compute_loss_and_gradients(make_shape(), params, batch)
-    matmuls = {}
-    for remat in ("none", "matmuls", "full"):
-        shape = make_shape(remat=remat)
-        matmuls[remat] = compute_loss_and_gradients.lower(shape, params, batch).as_text().count("dot_general")
-        (loss, weight), gradients = compute_loss_and_gradients(shape, params, batch)
-        assert weight == 2 * (LENGTH - 1)
-        np.testing.assert_allclose(loss, plain[0][0], rtol=1e-6)
-        for (path, got), (_, expected) in zip(
-            iterate_leaves(gradients), iterate_leaves(plain[1]), strict=True
-        ):
-            scale = np.abs(expected).max()
-            assert scale > 0, path
-            np.testing.assert_allclose(got, expected, atol=scale * 1e-6, err_msg=f"{remat} {path}")
-    assert matmuls["none"] < matmuls["matmuls"] < matmuls["full"], matmuls
 
 
 def test_loss_is_the_sum_of_the_reference_cross_entropies():

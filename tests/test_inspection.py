@@ -74,7 +74,7 @@ def test_json_has_the_promised_keys(inspection: Inspection) -> None:
     promised = {"mesh", "leaves", "bytes_per_device", "collectives", "expected_collectives", "warnings"}
     assert promised <= report.keys()
     assert report["mesh"] == {"pipe": 1, "data": 2, "fsdp": 2, "expert": 1, "tensor": 2}
-    kinds = {"parameters", "gradients", "optimizer"}
+    kinds = {"parameters", "gradients", "optimizer", "host"}
     assert report["bytes_per_device"].keys() == kinds | {"temporaries", "total"}
     leaf = next(each for each in report["leaves"] if each["path"] == "layers/mlp/up/kernel")
     assert leaf["shape"] == [2, 32, 64]

@@ -12,7 +12,7 @@ from jax import lax
 
 from jaxscale.cli.main import main
 from jaxscale.config import MeshConfig, UserError
-from jaxscale.models import decoder
+from jaxscale.models import remat
 from jaxscale.models.build import shape_decoder
 from jaxscale.parallel import vocab as vocab_module
 from jaxscale.sharding.rules import iterate_leaves
@@ -262,7 +262,7 @@ def test_a_remat_policy_that_changes_numbers_is_caught(oracle, monkeypatch):
     def checkpoint(function, **options):
         return right(lambda x, layer: (function(x, layer)[0] + 1e-3, None), **options)
 
-    monkeypatch.setattr(decoder.jax, "checkpoint", checkpoint)
+    monkeypatch.setattr(remat.jax, "checkpoint", checkpoint)
     check_caught(oracle, replace(PLANTED, remat="full"), "loss is off")
 
 
@@ -334,7 +334,7 @@ def test_cases_cover_every_pair_and_repeat():
     meshes = {case.mesh for case in cases} - {MeshConfig()}
     assert len(meshes) == 10
     laid = [case for case in cases if case.mesh in meshes]
-    remats = {"none", "full", "matmuls"}
+    remats = {"none", "attention", "matmuls", "full"}
     assert {(c.mesh, c.zero) for c in laid} == {(m, z) for m in meshes for z in range(4)}
     assert {(c.mesh, c.microbatches) for c in laid} == {(m, n) for m in meshes for n in (1, 4)}
     assert {(c.mesh, c.remat) for c in laid} == {(m, r) for m in meshes for r in remats}

@@ -12,6 +12,12 @@ import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from jaxscale.training.setup import Setup
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,6 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--png", type=Path, metavar="FILE", help="write a picture of the largest parameters")
     parser.add_argument(
         "--no-compile", action="store_true", help="from shapes alone: no temporaries, no collectives"
+    )
+    parser.add_argument(
+        "--remat", action="store_true", help="only each remat policy: memory, and FLOPs computed again"
     )
 
 
@@ -41,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
 
     config, mesh = find_mesh(config)
     setup = make_setup(config, mesh, find_vocab(config))
+    if args.remat:
+        return _compare_remat(setup, as_json=args.json)
     inspection = inspect_setup(setup, compile=not args.no_compile, progress=_show_progress)
     panels = choose_panels(inspection.leaves, inspection.mesh)
     if args.png is not None:
@@ -49,14 +60,10 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(inspection.to_json(), indent=2))
         return _report_errors(inspection.errors)
 
-    from rich.console import Console
-
     from jaxscale.inspection.picture import render_picture
     from jaxscale.inspection.tables import render_tables
 
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that knows no line drawing
-    console = Console(highlight=False, width=_choose_width())
+    console = _open_console()
     if note:
         console.print(note, style="dim")
     console.print(render_tables(inspection))
@@ -64,6 +71,25 @@ def run(args: argparse.Namespace) -> int:
     if args.png is not None:
         console.print(f"picture: {args.png}", markup=False)
     return _report_errors(inspection.errors)
+
+
+def _compare_remat(setup: "Setup", *, as_json: bool) -> int:
+    from jaxscale.inspection.remat import compare_remat, render_remat
+
+    reports = compare_remat(setup, _show_progress)
+    if as_json:
+        print(json.dumps([report.to_json() for report in reports], indent=2))
+    else:
+        _open_console().print(render_remat(reports, setup.platform))
+    return 0
+
+
+def _open_console() -> "Console":
+    from rich.console import Console
+
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that knows no line drawing
+    return Console(highlight=False, width=_choose_width())
 
 
 def _report_errors(errors: Sequence[str]) -> int:

@@ -3,6 +3,7 @@
 from jaxscale.config.compare import check_same_mathematics
 from jaxscale.config.errors import UserError
 from jaxscale.config.load import dump_config, flatten_config, load_config, parse_config
+from jaxscale.config.memory import OffloadConfig, RematConfig
 from jaxscale.config.optimizers import OptimizerConfig, check_origin
 from jaxscale.config.schema import (
     BatchConfig,
@@ -26,9 +27,11 @@ __all__ = [
     "MeshConfig",
     "ModelConfig",
     "NonfiniteConfig",
+    "OffloadConfig",
     "OptimizerConfig",
     "PrecisionConfig",
     "PythonModelConfig",
+    "RematConfig",
     "UserError",
     "check_origin",
     "check_same_mathematics",

@@ -13,6 +13,7 @@ FREE_TO_CHANGE = (
     "zero",
     "batch.microbatches",
     "remat",
+    "offload",
     "checkpoint",
     "eval",
     "nonfinite",

@@ -16,6 +16,9 @@ from jaxscale.config.schema import Config
 
 _ADAPTER = TypeAdapter(Config)
 
+# Sections that a single value may stand for, and the field that it sets.
+_SHORT_FORMS = {"precision": "compute", "remat": "policy"}
+
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), *, needs_model: bool = True) -> Config:
     """Reads a YAML file and applies overrides (`mesh.fsdp=64`), which win over the file.
@@ -114,8 +117,8 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         child = node.get(section)
         if child is None:
             child = node[section] = {}
-        elif isinstance(child, str) and section == "precision":
-            child = node[section] = {"compute": child}
+        elif isinstance(child, str) and section in _SHORT_FORMS:
+            child = node[section] = {_SHORT_FORMS[section]: child}
         elif not isinstance(child, dict):
             raise UserError(f"{override!r}: {section} is a value ({child!r}), not a section")
         node = child

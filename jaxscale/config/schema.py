@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic.dataclasses import dataclass
 
 from jaxscale.config.fields import STRICT, Count, Positive, refuse_bool
+from jaxscale.config.memory import OffloadConfig, RematConfig, expand_remat
 from jaxscale.config.optimizers import OptimizerConfig
 
 
@@ -270,8 +271,8 @@ class Config:
     )
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     fp8: Fp8Config = field(default_factory=Fp8Config)
-    remat: Literal["none", "full", "matmuls"] = "none"
-    """What the backward pass recomputes: nothing, every block, or all but the block's matmuls."""
+    remat: Annotated[RematConfig, BeforeValidator(expand_remat)] = field(default_factory=RematConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     nonfinite: NonfiniteConfig = field(default_factory=NonfiniteConfig)

@@ -16,8 +16,10 @@ from jaxscale.inspection.weigh import measure_part, weigh_leaves
 from jaxscale.numerics.policy import compute_dtype
 from jaxscale.sharding.activations import Observation, watch_constraints
 from jaxscale.sharding.collectives import Collective, read_collectives
+from jaxscale.sharding.host_moves import HostMoves, read_host_moves
 from jaxscale.sharding.rules import Axes
 from jaxscale.sharding.zero import STATE_AXES, ZERO_AXIS, dim_axes
+from jaxscale.training.offload import expect_host_traffic
 from jaxscale.training.optimizer_layout import describe_optimizer
 from jaxscale.training.setup import Setup
 from jaxscale.training.traffic import expected_traffic
@@ -40,7 +42,7 @@ def inspect_setup(
     config = setup.config
     optimizer_leaves, _ = describe_optimizer(setup.optimizer, setup.model.shapes, setup.layouts)
     leaves, counter_bytes = weigh_leaves(
-        setup.layouts, optimizer_leaves, config.precision, setup.model.fp8_kernels
+        setup.layouts, optimizer_leaves, config.precision, config.offload, setup.model.fp8_kernels
     )
     warnings = warn_of_replication(leaves, wanted_axes(config.zero.stage))
     seen = _look_at_step(setup, progress) if compile else None
@@ -60,6 +62,8 @@ def inspect_setup(
         activations=seen.activations if seen else None,
         collectives=rows if seen else None,
         expected_collectives=expected,
+        host_traffic=None if config.offload.is_off else expect_host_traffic(setup.abstract_state),
+        host_moves=seen.host_moves if seen else None,
         warnings=tuple(warnings),
         errors=tuple(find_activation_errors(seen.activations)) if seen else (),
     )
@@ -72,16 +76,19 @@ class _CompiledStep:
     collectives: list[Collective]
     memory: MemoryReport
     activations: tuple[ActivationReport, ...]
+    host_moves: HostMoves | None
 
 
 def _look_at_step(setup: Setup, progress: Progress) -> _CompiledStep:
     with progress("compiling the step"), watch_constraints() as observations:
         compiled: Any = setup.compile_step()
     with progress("reading the compiled step"):
+        text = compiled.as_text()
         return _CompiledStep(
-            collectives=read_collectives(compiled.as_text(), setup.mesh),
+            collectives=read_collectives(text, setup.mesh),
             memory=read_memory(compiled),
             activations=tuple(describe_activation(each) for each in observations),
+            host_moves=read_host_moves(text) if setup.platform == "tpu" else None,
         )
 
 
@@ -118,6 +125,10 @@ def read_memory(compiled: Any) -> MemoryReport:
         arguments=analysis.argument_size_in_bytes,
         outputs=analysis.output_size_in_bytes - analysis.alias_size_in_bytes,
         temporaries=analysis.temp_size_in_bytes,
+        host=analysis.host_argument_size_in_bytes
+        + analysis.host_output_size_in_bytes
+        - analysis.host_alias_size_in_bytes
+        + analysis.host_temp_size_in_bytes,
     )
 
 

@@ -1,10 +1,12 @@
 """What an inspection reports: plain values that go into JSON, a table or a picture."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from jaxscale.sharding.host_moves import HostMoves
 from jaxscale.sharding.rules import Axes
+from jaxscale.training.offload import HostTraffic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,9 +19,12 @@ class StateBytes:
     """Gradient accumulators."""
     optimizer: int = 0
     """Optimizer state, and the kept master parameters where they are not the array that compute uses."""
+    host: int = 0
+    """Optimizer state and master parameters that lie in the host's memory instead."""
 
     @property
     def total(self) -> int:
+        """On the device."""
         return self.parameters + self.gradients + self.optimizer
 
     def to_json(self) -> dict[str, int]:
@@ -160,9 +165,12 @@ class MemoryReport:
     """Without those that reuse the memory of a donated argument."""
     temporaries: int
     """With the weights in the compute format and the accumulators, which live within a step."""
+    host: int = 0
+    """In the host's memory, where the compiler tells it apart: not a CPU's."""
 
     @property
     def peak(self) -> int:
+        """On the device."""
         return self.arguments + self.outputs + self.temporaries
 
     def to_json(self) -> dict[str, int]:
@@ -185,6 +193,10 @@ class Inspection:
     activations: tuple[ActivationReport, ...] | None
     collectives: tuple[TrafficRow, ...] | None
     expected_collectives: tuple[ExpectedRow, ...]
+    host_traffic: HostTraffic | None
+    """With state on the host: what lies there and what a step moves, by closed form."""
+    host_moves: HostMoves | None
+    """What the compiled step moves to and from the host; None on all but TPU, whose compiler alone says."""
     warnings: tuple[str, ...]
     errors: tuple[str, ...] = ()
     """What the compiler laid otherwise than asked."""
@@ -200,7 +212,11 @@ class Inspection:
     def temporary_bytes(self) -> int | None:
         """What the compiled step needs at its peak beside weights, accumulators and optimizer state:
         activations, gathered weights, workspace. 0 where the compiler never holds all three at once."""
-        return None if self.memory is None else max(0, self.memory.peak - self.state_bytes.total)
+        if self.memory is None:
+            return None
+        state = self.state_bytes
+        # A compiler that tells no host memory apart counts what lies there with the rest.
+        return max(0, self.memory.peak - state.total - (0 if self.memory.host else state.host))
 
     @property
     def total_bytes(self) -> int:
@@ -224,6 +240,8 @@ class Inspection:
             "activations": _list_json(self.activations),
             "collectives": _list_json(self.collectives),
             "expected_collectives": [row.to_json() for row in self.expected_collectives],
+            "host_traffic": None if self.host_traffic is None else asdict(self.host_traffic),
+            "host_moves": None if self.host_moves is None else asdict(self.host_moves),
             "warnings": list(self.warnings),
             "errors": list(self.errors),
         }

@@ -72,6 +72,7 @@ def _render_mesh(inspection: Inspection) -> RenderableType:
 def _render_leaves(inspection: Inspection) -> RenderableType:
     """A leaf a line."""
     total = inspection.state_bytes
+    kinds = (*KINDS, "host") if total.host else KINDS
     unit = choose_unit(max((leaf.bytes_per_device.total for leaf in inspection.leaves), default=0))
     table = _make_leaf_table(
         f"Parameters, {unit.name} a device", "dims, /axes that cut them", leaves=inspection.leaves
@@ -79,14 +80,15 @@ def _render_leaves(inspection: Inspection) -> RenderableType:
     shows_rules = any(leaf.rule != leaf.path for leaf in inspection.leaves)
     if shows_rules:
         table.add_column("rule", overflow="fold")
-    for name in KINDS:
+    for name in kinds:
         table.add_column(name, justify="right", no_wrap=True)
     for leaf in inspection.leaves:
         rule = ["same" if leaf.rule == leaf.path else leaf.rule] if shows_rules else []
-        table.add_row(leaf.path, word_dims(leaf), *rule, *_word_bytes(leaf.bytes_per_device, unit))
+        table.add_row(leaf.path, word_dims(leaf), *rule, *_word_bytes(leaf.bytes_per_device, unit, kinds))
     blank = [""] if shows_rules else []
-    table.add_row("(counters)", "", *blank, "0", "0", unit.word(inspection.counter_bytes), end_section=True)
-    table.add_row("total", "", *blank, *_word_bytes(total, unit), style="bold")
+    counters = _word_bytes(StateBytes(optimizer=inspection.counter_bytes), unit, kinds)
+    table.add_row("(counters)", "", *blank, *counters, end_section=True)
+    table.add_row("total", "", *blank, *_word_bytes(total, unit, kinds), style="bold")
     return table
 
 
@@ -126,7 +128,9 @@ def _render_replicated(inspection: Inspection) -> RenderableType:
         table.add_row(f"({len(rest)} more leaves)", "", *_word_bytes(cost, unit), unit.word(cost.total))
     table.rows[-1].end_section = True
     table.add_row("total", "", *_word_bytes(total, unit), unit.word(total.total), style="bold")
-    return Group(table, Text("* of P parameters, G gradients, O optimizer; all three where none is named"))
+    host = ", H state on the host" if inspection.host_traffic else ""
+    note = f"* of P parameters, G gradients, O optimizer{host}; all where none is named"
+    return Group(table, Text(note))
 
 
 def _word_whole(leaf: LeafReport) -> str:
@@ -145,7 +149,7 @@ def _render_traffic(rows: Sequence[TrafficRow], expected: Sequence[ExpectedRow])
     if not rows and not unsent:
         return Text("Collectives: none; a single device sends nothing.")
     unit = choose_unit(max([0, *(row.bytes or 0 for row in rows), *(row.bytes for row in expected)]))
-    table = _make_table("Collectives of the compiled step, sent by a device a step", "axis", "kind")
+    table = make_table("Collectives of the compiled step, sent by a device a step", "axis", "kind")
     for name in ("calls", "elements", "expected", "off by", unit.name, f"expected {unit.name}"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
@@ -196,14 +200,15 @@ def _render_memory(inspection: Inspection) -> RenderableType:
     if memory is not None:
         rows.append(("temporaries", inspection.temporary_bytes or 0))
     unit = choose_unit(inspection.total_bytes)
-    table = _make_table("Memory of a device", "")
+    table = make_table("Memory of a device", "")
     table.add_column(unit.name, justify="right")
     for name, count in rows:
         table.add_row(name, unit.word(count))
     table.rows[-1].end_section = True
     table.add_row("total", unit.word(inspection.total_bytes), style="bold")
+    notes = _list_host_notes(inspection, unit)
     if memory is None:
-        return Group(table, Text("temporaries are not known without a compile"))
+        return Group(table, *notes, Text("temporaries are not known without a compile"))
     account = (
         f"the compiler's account ({inspection.platform}): arguments {unit.word(memory.arguments)} + "
         f"temporaries {unit.word(memory.temporaries)} + outputs {unit.word(memory.outputs)} = "
@@ -215,7 +220,24 @@ def _render_memory(inspection: Inspection) -> RenderableType:
             "; attention is XLA's plain one, which holds all scores of a layer: the kernels that TPUs and "
             "GPUs get do not, and need far less"
         )
-    return Group(table, Text(account))
+    return Group(table, *notes, Text(account))
+
+
+def _list_host_notes(inspection: Inspection, unit: Unit) -> list[Text]:
+    traffic = inspection.host_traffic
+    if traffic is None:
+        return []
+    held, down, up = (unit.word(count) for count in (traffic.held, traffic.to_device, traffic.to_host))
+    line = (
+        f"offload: {held} {unit.name} of state lie in the host's memory instead; a step brings {down} "
+        f"{unit.name} to the device and {up} {unit.name} back"
+    )
+    if moves := inspection.host_moves:
+        down, up = unit.word(moves.to_device), unit.word(moves.to_host)
+        line += f"; the compiled step moves {down} and {up} {unit.name}"
+    if inspection.platform == "cpu":
+        line += "; a CPU has one memory, so its compiler counts them as the device's"
+    return [Text(line)]
 
 
 def _render_warnings(warnings: Iterable[str]) -> RenderableType:
@@ -226,7 +248,7 @@ def _render_warnings(warnings: Iterable[str]) -> RenderableType:
     return Group(title, *(Text(f"• {warning}") for warning in listed))
 
 
-def _make_table(title: str, *columns: str) -> Table:
+def make_table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
     table.show_edge, table.padding = False, (0, 1, 0, 0)
     for column in columns:
@@ -236,10 +258,10 @@ def _make_table(title: str, *columns: str) -> Table:
 
 def _make_leaf_table(title: str, *columns: str, leaves: Iterable[LeafReport]) -> Table:
     """A table whose first column is paths, which stay in one piece unless they take too much of the line."""
-    table = _make_table(title, "leaf", *columns)
+    table = make_table(title, "leaf", *columns)
     table.columns[0].no_wrap = max(len(leaf.path) for leaf in leaves) <= _LONGEST_PATH
     return table
 
 
-def _word_bytes(counts: StateBytes, unit: Unit) -> list[str]:
-    return [unit.word(getattr(counts, kind)) for kind in KINDS]
+def _word_bytes(counts: StateBytes, unit: Unit, kinds: Sequence[str] = KINDS) -> list[str]:
+    return [unit.word(getattr(counts, kind)) for kind in kinds]

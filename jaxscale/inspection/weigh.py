@@ -8,13 +8,15 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from jaxscale.config import PrecisionConfig
+from jaxscale.config import OffloadConfig, PrecisionConfig
 from jaxscale.inspection.report import LeafReport, StateBytes
 from jaxscale.numerics.fp8 import E4M3
 from jaxscale.numerics.policy import DTYPES, compute_dtype
 from jaxscale.sharding.rules import Axes, Leaf, iterate_leaves
 from jaxscale.sharding.zero import Layouts, dim_axes, spec_axes
 from jaxscale.training.optimizer_layout import StateLeaf
+
+_NO_OFFLOAD = OffloadConfig()
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ def weigh_leaves(
     layouts: Layouts,
     optimizer_leaves: Sequence[StateLeaf],
     precision: PrecisionConfig,
+    offload: OffloadConfig = _NO_OFFLOAD,
     fp8_kernels: Container[str] = (),
 ) -> tuple[tuple[LeafReport, ...], int]:
     """(a report for each parameter in tree order, bytes of optimizer state that belongs to no parameter).
@@ -64,6 +67,7 @@ def weigh_leaves(
             gradients[path],
             moments.get(path, []),
             precision,
+            offload,
         )
         for path, leaf in layouts.leaves.items()
     )
@@ -78,13 +82,18 @@ def _weigh_leaf(
     gradient: NamedSharding,
     moments: list[Part],
     precision: PrecisionConfig,
+    offload: OffloadConfig,
 ) -> LeafReport:
     is_master = in_compute != leaf.dtype or not weight.is_equivalent_to(kept, len(leaf.shape))
-    parts = {
+    masters = [measure_part(leaf.shape, leaf.dtype, kept)] if is_master or offload.master_weights else []
+    parts: dict[str, list[Part]] = {
         "parameters": [measure_part(leaf.shape, in_compute, weight)],
         "gradients": [measure_part(leaf.shape, DTYPES[precision.accumulate], gradient)],
-        "optimizer": [*([measure_part(leaf.shape, leaf.dtype, kept)] if is_master else []), *moments],
+        "optimizer": [],
+        "host": [],
     }
+    parts["host" if offload.master_weights else "optimizer"] += masters
+    parts["host" if offload.optimizer_state else "optimizer"] += moments
     return LeafReport(
         path=leaf.path,
         shape=leaf.shape,
@@ -98,7 +107,9 @@ def _weigh_leaf(
         bytes_per_device=StateBytes(
             **{kind: sum(part.bytes for part in some) for kind, some in parts.items()}
         ),
-        whole_on={kind: _join_axes(some, kept.mesh.shape) for kind, some in parts.items()},
+        whole_on={
+            kind: _join_axes(some, kept.mesh.shape) for kind, some in parts.items() if some or kind != "host"
+        },
         replication=StateBytes(**{kind: _count_copies(some) for kind, some in parts.items()}),
     )
 

@@ -22,6 +22,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxscale.config.errors import UserError
+from jaxscale.models.remat import name_tensor
 from jaxscale.sharding.activations import activation_axes, activation_spec, count_shards, run_per_shard
 from jaxscale.sharding.rules import Axes
 
@@ -129,7 +130,7 @@ def attend(
     else:
         kernel = functools.partial(_attend_dot_product, causal=causal, implementation=implementation)
     if implementation == "xla":
-        return kernel(q_BTNH, k_BSKH, v_BSKH, segments_BT)
+        return name_tensor(kernel(q_BTNH, k_BSKH, v_BSKH, segments_BT), "attention")
     return _run_in_region(kernel, implementation, q_BTNH, k_BSKH, v_BSKH, segments_BT)
 
 
@@ -214,6 +215,7 @@ def _attend_splash(
         ),
         head_shards=1,
         q_seq_shards=1,
+        residual_checkpoint_name="attention",
         interpret=interpret,
     )
     segments = None if segments_BT is None else splash.SegmentIds(q=segments_BT, kv=segments_BT)

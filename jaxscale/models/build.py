@@ -12,6 +12,7 @@ from jaxscale.models.attention import resolve_implementation
 from jaxscale.models.decoder import Decoder, DecoderShape, Tokens
 from jaxscale.models.decoder_rules import decoder_rules
 from jaxscale.models.model import Batch, Model, Params
+from jaxscale.models.remat import DECODER_TENSORS, find_remat_problems
 from jaxscale.numerics.fp8 import Fp8Weights
 from jaxscale.numerics.policy import compute_dtype
 from jaxscale.sharding.rules import iterate_leaves
@@ -38,7 +39,8 @@ def find_contradictions(config: Config) -> list[str]:
     assert isinstance(model, ModelConfig)
     kv_heads = model.kv_heads or model.heads
     positions = model.positions or length
-    problems = []
+    tensors = [name for name in DECODER_TENSORS if name != "mlp_gate" or model.family == "llama"]
+    problems = find_remat_problems(config.remat, tensors)
     if model.heads % kv_heads:
         problems.append(
             f"model.heads={model.heads} does not divide by model.kv_heads={kv_heads}; "
@@ -88,7 +90,6 @@ def complete_shape(config: Config, *, vocab: int, platform: str) -> DecoderShape
         norm_eps=model.norm_eps,
         cross_documents=config.data.cross_documents,
         attention=attention,
-        remat=config.remat,
         dtype=dtype,
         fp8=config.fp8.scaling if config.precision.compute == "fp8" else "none",
     )

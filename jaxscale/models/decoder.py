@@ -5,7 +5,6 @@ The module knows nothing of meshes beyond the names of its dims; its partition r
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -16,6 +15,7 @@ from flax import nnx
 from jax import lax
 
 from jaxscale.models.attention import Implementation, attend, attend_visible
+from jaxscale.models.remat import DECODER_MATMULS, name_tensor, remat
 from jaxscale.models.rotary import Rotation, make_rotation, rotate
 from jaxscale.numerics.draw import draw_normal
 from jaxscale.numerics.fp8 import E4M3, Scales, einsum_fp8
@@ -24,12 +24,6 @@ from jaxscale.parallel.vocab import embed_tokens, sum_token_losses
 from jaxscale.sharding.activations import constrain
 
 VOCAB_MULTIPLE = 128  # the table's rows: a multiple of what a matrix unit takes, and of most tensor axes
-
-REMAT_POLICIES: dict[str, Callable | None] = {
-    "none": None,
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "matmuls": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-}
 
 
 @dataclass(frozen=True)
@@ -51,7 +45,6 @@ class DecoderShape:
     norm_eps: float
     cross_documents: bool
     attention: Implementation
-    remat: str
     dtype: jnp.dtype
     fp8: Literal["none", "delayed", "dynamic"] = "none"
 
@@ -186,7 +179,7 @@ class Attention(nnx.Module):
         v_BTKH = constrain(v_BTKH, "batch", "length", "kv_heads", "head")
         if rotation is not None:
             q_BTNH, k_BTKH = rotate(q_BTNH, rotation), rotate(k_BTKH, rotation)
-        return q_BTNH, k_BTKH, v_BTKH
+        return name_tensor(q_BTNH, "query"), name_tensor(k_BTKH, "key"), name_tensor(v_BTKH, "value")
 
 
 class Mlp(nnx.Module):
@@ -203,12 +196,15 @@ class Mlp(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         if self.gate is None:
-            up_BTF = constrain(self.up(x_BTD), "batch", "length", "mlp")
-            return self.down(jax.nn.gelu(up_BTF, approximate=True))
-        up_BTF, gate_BTF = (
-            constrain(y_BTF, "batch", "length", "mlp") for y_BTF in project(x_BTD, self.up, self.gate)
-        )
-        return self.down(jax.nn.silu(gate_BTF) * up_BTF)
+            up_BTF = name_tensor(constrain(self.up(x_BTD), "batch", "length", "mlp"), "mlp_up")
+            hidden_BTF = jax.nn.gelu(up_BTF, approximate=True)
+        else:
+            up_BTF, gate_BTF = (
+                constrain(y_BTF, "batch", "length", "mlp") for y_BTF in project(x_BTD, self.up, self.gate)
+            )
+            gate_BTF = name_tensor(gate_BTF, "mlp_gate")
+            hidden_BTF = jax.nn.silu(gate_BTF) * name_tensor(up_BTF, "mlp_up")
+        return self.down(name_tensor(hidden_BTF, "mlp_hidden"))
 
 
 class Block(nnx.Module):
@@ -221,8 +217,11 @@ class Block(nnx.Module):
         self.mlp = Mlp(shape, rngs)
 
     def __call__(self, x_BTD: jax.Array, rotation: Rotation | None, segments_BT: jax.Array) -> jax.Array:
-        x_BTD = self._add(x_BTD, self.attention(self.attention_norm(x_BTD), rotation, segments_BT))
-        return self._add(x_BTD, self.mlp(self.mlp_norm(x_BTD)))
+        x_BTD = name_tensor(x_BTD, "block_input")
+        read_BTD = name_tensor(self.attention_norm(x_BTD), "attention_norm")
+        mixed_BTD = name_tensor(self.attention(read_BTD, rotation, segments_BT), "attention_out")
+        x_BTD = self._add(x_BTD, mixed_BTD)
+        return self._add(x_BTD, self.mlp(name_tensor(self.mlp_norm(x_BTD), "mlp_norm")))
 
     def extend(self, x_BTD: jax.Array, rotation: Rotation | None, *cache: jax.Array) -> tuple:
         mixed_BTD, keys, values = self.attention.extend(self.attention_norm(x_BTD), rotation, *cache)
@@ -263,10 +262,7 @@ class Decoder(nnx.Module):
         def visit(x_BTD: jax.Array, layer: Any) -> tuple[jax.Array, None]:
             return nnx.merge(definition, layer)(x_BTD, rotation, tokens.segments_BT), None
 
-        policy = REMAT_POLICIES[self.shape.remat]
-        if policy is not None:
-            visit = jax.checkpoint(visit, policy=policy, prevent_cse=False)
-        x_BTD, _ = lax.scan(visit, x_BTD, stacked)
+        x_BTD, _ = lax.scan(remat(visit, in_scan=True, matmuls=DECODER_MATMULS), x_BTD, stacked)
         return self.final_norm(x_BTD)
 
     def sum_losses(self, tokens: Tokens, labels_BT: jax.Array, weights_BT: jax.Array) -> jax.Array:

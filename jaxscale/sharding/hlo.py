@@ -241,3 +241,9 @@ def read_arrays(hlo_type: str) -> list[tuple[str, tuple[int, ...]]]:
         (dtype, tuple(int(size) for size in re.findall(r"\d+", dims)))
         for dtype, dims in re.findall(r"\b([a-z]\w*)\[([\d,<=]*)\]", hlo_type)
     ]
+
+
+def read_host_places(hlo_type: str) -> list[bool]:
+    """Whether each array of an HLO type, in order, lies in the host's memory: space 5 in its layout."""
+    layouts = re.findall(r"\b[a-z]\w*\[[\d,<=]*\](\{[^}]*\})?", hlo_type)
+    return ["S(5)" in layout for layout in layouts]

@@ -11,14 +11,15 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding
 
 from jaxscale.config import Config, UserError
-from jaxscale.sharding.hlo import Instruction, Program, count_trips, read_arrays
+from jaxscale.sharding.equations import iterate_equations
+from jaxscale.sharding.hlo import Instruction, Program, count_trips, read_arrays, read_host_places
 from jaxscale.sharding.rules import Axes, iterate_leaves
 from jaxscale.sharding.zero import Layouts, dim_axes
+from jaxscale.training.optimizer_layout import HOST_MEMORY
 
 
 def check_constraints(program: ClosedJaxpr) -> None:
@@ -28,7 +29,7 @@ def check_constraints(program: ClosedJaxpr) -> None:
       UserError: lists each such constraint with its array, axes, place in the source and bytes.
     """
     problems = []
-    for equation in _iterate_equations(program.jaxpr):
+    for equation in iterate_equations(program.jaxpr):
         sharding = equation.params.get("sharding")
         if equation.primitive.name != "sharding_constraint" or not isinstance(sharding, NamedSharding):
             continue
@@ -71,18 +72,6 @@ def check_layouts(compiled: Any, state: Any, layouts: Layouts, config: Config) -
         )
 
 
-def _iterate_equations(jaxpr: Jaxpr) -> Iterator[Any]:
-    for equation in jaxpr.eqns:
-        yield equation
-        for value in jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda x: isinstance(x, ClosedJaxpr | Jaxpr)
-        ):
-            if isinstance(value, ClosedJaxpr):
-                yield from _iterate_equations(value.jaxpr)
-            elif isinstance(value, Jaxpr):
-                yield from _iterate_equations(value)
-
-
 def _show_axes(sharding: NamedSharding, axes: Axes) -> str:
     return " × ".join(f"{axis}={sharding.mesh.shape[axis]}" for axis in axes)
 
@@ -94,11 +83,18 @@ def _find_place(equation: Any) -> str:
 
 
 def _compare_state(text: str, state: Any) -> Iterator[str]:
-    outputs = read_arrays(text[: text.find("\n")].rpartition("->")[2])
-    for (path, leaf), (_, local) in zip(iterate_leaves(state), outputs, strict=False):
+    results = text[: text.find("\n")].rpartition("->")[2]
+    outputs = zip(iterate_leaves(state), read_arrays(results), read_host_places(results), strict=False)
+    for (path, leaf), (_, local), is_on_host in outputs:
         asked = leaf.sharding.shard_shape(leaf.shape)
         if local != asked:
             yield _describe(path, leaf.shape, asked, local, leaf.dtype.itemsize)
+        if is_on_host != (leaf.sharding.memory_kind == HOST_MEMORY):
+            got = "the host's memory" if is_on_host else "the device's memory"
+            yield (
+                f"{path} {leaf.shape}: asked in {leaf.sharding.memory_kind}, the compiled step leaves it in "
+                f"{got}, {math.prod(local) * leaf.dtype.itemsize:,} bytes"
+            )
 
 
 def _compare_accumulators(text: str, layouts: Layouts, config: Config) -> Iterator[str]:

@@ -123,6 +123,14 @@ def _decay(
     return optax.chain(inner, optax.add_decayed_weights(config.settings["weight_decay"], mask=mask))
 
 
+def apply_update(
+    optimizer: optax.GradientTransformation, gradients: Any, moments: Any, params: Any, rate: jax.Array
+) -> tuple[Any, Any]:
+    """(parameters, optimizer state) after one update at a learning rate."""
+    updates, moments = optimizer.update(gradients, moments, params)
+    return jax.tree.map(lambda p, u: (p - rate * u).astype(p.dtype), params, updates), moments
+
+
 def mask_decay(params: Any, leaves: Leaves) -> Any:
     """True for the leaves that weight decay pulls on: matrices and tables, not norms, biases and vectors."""
     marks = [is_decayed(leaves[path]) for path, _ in iterate_leaves(params)]

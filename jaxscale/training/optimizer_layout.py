@@ -13,6 +13,7 @@ from jaxscale.config import UserError
 from jaxscale.sharding.rules import iterate_leaves
 from jaxscale.sharding.zero import Layouts
 
+HOST_MEMORY = "pinned_host"
 SMALL_ELEMENTS = 1024  # counters, schedules, polynomial coefficients: whole on every device
 
 
@@ -61,13 +62,20 @@ def describe_optimizer(
     return leaves, jax.tree.structure(state)
 
 
-def lay_optimizer(optimizer: optax.GradientTransformation, shapes: Any, layouts: Layouts) -> Any:
+def lay_optimizer(
+    optimizer: optax.GradientTransformation, shapes: Any, layouts: Layouts, *, on_host: bool = False
+) -> Any:
     """Sharding of each leaf of the optimizer state, as a tree of its structure.
+
+    With `on_host`, leaves that belong to a parameter lie in the host's pinned memory.
 
     Left to itself `jit(optimizer.init)` puts all moments on one device, since zeros depend on no input.
     """
     leaves, structure = describe_optimizer(optimizer, shapes, layouts)
-    return structure.unflatten(leaf.sharding for leaf in leaves)
+    return structure.unflatten(
+        leaf.sharding.with_memory_kind(HOST_MEMORY) if on_host and leaf.parameter else leaf.sharding
+        for leaf in leaves
+    )
 
 
 def find_owner(path: str, parameters: Mapping[str, Any]) -> str | None:

@@ -18,12 +18,15 @@ from jaxscale.models.build import build_decoder, complete_shape, find_contradict
 from jaxscale.models.decoder import DecoderShape
 from jaxscale.models.model import Model
 from jaxscale.models.python_file import load_model
+from jaxscale.models.remat import find_remat_problems, use_remat
 from jaxscale.numerics.draw import make_key
 from jaxscale.sharding.activations import use_strategy
 from jaxscale.sharding.rules import PARAMETER_STRATEGY, REPLICATED, Axes, lay_leaves, raise_problems
 from jaxscale.sharding.zero import Layouts, lay_stages
 from jaxscale.training.layout_check import check_constraints, check_layouts
+from jaxscale.training.offload import find_offload_problems
 from jaxscale.training.optimizer import adopt_optimizer, make_optimizer
+from jaxscale.training.remat_check import check_remat
 from jaxscale.training.state import TrainState, describe_state, init_state, lay_state
 from jaxscale.training.step import describe_batch, make_evaluation, make_step
 
@@ -63,8 +66,8 @@ class Setup:
 
     @contextmanager
     def ambient(self) -> Iterator[None]:
-        """The mesh and the strategy that programs are traced under."""
-        with jax.set_mesh(self.mesh), use_strategy(self.strategy):
+        """The mesh, the strategy and the remat that programs are traced under."""
+        with jax.set_mesh(self.mesh), use_strategy(self.strategy), use_remat(self.config.remat):
             yield
 
     def compile_init(self) -> Compiled:
@@ -78,11 +81,11 @@ class Setup:
         with self.ambient():
             return init.lower(make_key(self.config.seed)).compile(compiler_options=options)
 
-    def compile_step(self, *, with_gradients: bool = False) -> Compiled:
-        """(state, batch) -> (state, metrics), the state donated; optionally the gradients (`make_step`).
+    def trace_step(self, *, with_gradients: bool = False) -> jax.stages.Traced:
+        """The step of `compile_step` before it compiles.
 
         Raises:
-          UserError: a layout that was asked for cannot be had, or is not what the compiler made.
+          UserError: a layout that was asked for cannot be had; the model does not do what `remat` asks for.
         """
         outputs: tuple = (self.shardings, self.layouts.replicated)
         step = jax.jit(
@@ -92,7 +95,18 @@ class Setup:
         )
         with self.ambient():
             traced = step.trace(self.abstract_state, describe_batch(self.config, self.layouts))
-            check_constraints(traced.jaxpr)
+        check_constraints(traced.jaxpr)
+        check_remat(traced.jaxpr, self.config.remat)
+        return traced
+
+    def compile_step(self, *, with_gradients: bool = False) -> Compiled:
+        """(state, batch) -> (state, metrics), the state donated; optionally the gradients (`make_step`).
+
+        Raises:
+          UserError: as `trace_step`, or a layout is not what the compiler made.
+        """
+        traced = self.trace_step(with_gradients=with_gradients)
+        with self.ambient():
             compiled = traced.lower().compile()
         check_layouts(compiled, self.abstract_state, self.layouts, self.config)
         return compiled
@@ -145,7 +159,7 @@ def make_setup(
     Raises:
       UserError: batch, sizes, rules or strategy do not fit each other or the mesh; every problem is listed.
     """
-    problems = find_batch_problems(config, mesh)
+    problems = find_batch_problems(config, mesh) + find_offload_problems(config, mesh)
     shape: DecoderShape | None = None
     if model is not None:
         with jax.set_mesh(mesh):
@@ -159,6 +173,8 @@ def make_setup(
         model = build_decoder(shape)
     else:
         raise UserError("model: is required and has no value; give a decoder's shape, or `file` of your own")
+    if shape is None:
+        problems += find_remat_problems(config.remat, None)
     leaves, rule_problems = lay_leaves(model.shapes, model.rules, dict(mesh.shape), find_strategy(config))
     raise_problems(problems + rule_problems + find_format_problems(config, model))
     layouts = lay_stages(

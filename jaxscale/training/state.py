@@ -12,7 +12,7 @@ from jaxscale.models.model import Model
 from jaxscale.sharding.zero import Layouts
 from jaxscale.training.fp8_scaling import init_history
 from jaxscale.training.loss_scale import LossScale, init_loss_scale
-from jaxscale.training.optimizer_layout import lay_optimizer
+from jaxscale.training.optimizer_layout import HOST_MEMORY, lay_optimizer
 
 
 @jax.tree_util.register_dataclass
@@ -66,12 +66,15 @@ def init_state(
 def lay_state(
     model: Model, optimizer: optax.GradientTransformation, config: Config, layouts: Layouts
 ) -> TrainState:
-    """The sharding of each leaf of the state, as a `TrainState` of shardings."""
+    """The sharding of each leaf of the state, with its kind of memory, as a `TrainState` of shardings."""
     whole: Any = layouts.replicated
-    moments = lay_optimizer(optimizer, model.shapes, layouts)
+    moments = lay_optimizer(optimizer, model.shapes, layouts, on_host=config.offload.optimizer_state)
+    params = layouts.params
+    if config.offload.master_weights:
+        params = jax.tree.map(lambda sharding: sharding.with_memory_kind(HOST_MEMORY), params)
     extras = jax.eval_shape(lambda: (init_loss_scale(config), init_history(model, config.fp8)))
     loss_scale, history = jax.tree.map(lambda _: whole, extras)
-    return TrainState(layouts.params, moments, loss_scale, history, whole, whole, whole, whole, whole)
+    return TrainState(params, moments, loss_scale, history, whole, whole, whole, whole, whole)
 
 
 def describe_state(

@@ -6,6 +6,7 @@ Parameters are kept as the optimizer's; once a step they are cast to the compute
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,11 +25,13 @@ from jaxscale.training.fp8_scaling import are_finite, make_fp8_weights, record_a
 from jaxscale.training.gradients import Use, make_gradient_sums
 from jaxscale.training.loss_scale import adapt_loss_scale, find_loss_factor
 from jaxscale.training.nonfinite import count_nonfinite
-from jaxscale.training.optimizer import clip_gradients
+from jaxscale.training.offload import fetch_parameter, make_streamed_update
+from jaxscale.training.optimizer import apply_update, clip_gradients
 from jaxscale.training.schedule import learning_rate
 from jaxscale.training.state import TrainState
 
 Metrics = dict[str, jax.Array]
+ApplyUpdate = Callable[[Params, Any, Params, jax.Array], tuple[Params, Any]]
 
 BATCH_DTYPES = {
     "tokens": jnp.int32,
@@ -58,7 +61,7 @@ def describe_batch(config: Config, layouts: Layouts) -> dict[str, jax.ShapeDtype
 def make_weights(params: Params, layouts: Layouts, dtype: jnp.dtype) -> Params:
     """The weights in use: cast while they lie in shards, then gathered as far as the ZeRO stage says."""
     cast = [
-        leaf if layouts.leaves[path].is_exempt else leaf.astype(dtype)
+        fetch_parameter(leaf, layouts.leaves[path], leaf.dtype if layouts.leaves[path].is_exempt else dtype)
         for path, leaf in iterate_leaves(params)
     ]
     return _lay(jax.tree.unflatten(jax.tree.structure(params), cast), layouts.weights)
@@ -125,14 +128,18 @@ def make_step(
 def _make_update(
     optimizer: optax.GradientTransformation, layouts: Layouts, config: Config
 ) -> Callable[[TrainState, Params, jax.Array, Any], tuple[TrainState, Any]]:
+    if config.offload.is_off:
+        apply: ApplyUpdate = partial(apply_update, optimizer)
+    else:
+        apply = make_streamed_update(optimizer, layouts)
+
     def update(state: TrainState, gradients: Params, rate: jax.Array, amaxes: Any) -> tuple[TrainState, Any]:
         """The state after one update, data position and loss scale aside; nothing is not finite."""
-        updates, moments = optimizer.update(gradients, state.moments, state.params)
-        params = jax.tree.map(lambda p, u: (p - rate * u).astype(p.dtype), state.params, updates)
+        params, moments = apply(gradients, state.moments, state.params, rate)
         nothing = jnp.zeros(len(layouts.leaves), jnp.int32)
         updated = replace(
             state,
-            params=_lay(params, layouts.params),
+            params=params if config.offload.master_weights else _lay(params, layouts.params),
             moments=moments,
             fp8=record_amaxes(state.fp8, amaxes),
             updates=state.updates + jnp.uint32(1),

@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 
 from jaxscale.mesh import BATCH_AXES
 from jaxscale.models.decoder import DecoderShape
+from jaxscale.models.remat import kept_by_name
 from jaxscale.sharding.rules import Axes, Leaf, iterate_leaves
 from jaxscale.sharding.zero import ZERO_AXIS, Layouts, dim_axes, spec_axes
 from jaxscale.training.adafactor import find_factored
@@ -153,9 +154,9 @@ def _expect_tensor(setup: Setup, shape: DecoderShape) -> Iterator[ExpectedTraffi
         return
     microbatches = setup.config.batch.microbatches
     tokens = _tokens_a_device(setup)
-    # Attention and MLP each sum once in the forward pass and once in the backward pass; a block that is
-    # recomputed sums attention's output once more, the MLP's is not needed again.
-    sums_a_layer = 5 if shape.remat == "full" else 4
+    # Attention and MLP each sum once in the forward pass and once in the backward pass; where attention's
+    # output is computed again it is summed once more. The MLP's is not needed again.
+    sums_a_layer = 4 if kept_by_name(setup.config.remat, "attention_out") else 5
     if setup.platform == "cpu":  # sums the gradients from q, k, v, and from gate and up, each by itself
         sums_a_layer += 3 if shape.family == "llama" else 2
     yield ExpectedTraffic(

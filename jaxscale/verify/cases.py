@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from jaxscale.config import Config, MeshConfig, ModelConfig
+from jaxscale.config import Config, MeshConfig, ModelConfig, RematConfig
+from jaxscale.config.memory import RematPolicy
 from jaxscale.mesh import axis_sizes, count_asked
 
 USUAL_AXES = ("data", "fsdp", "tensor")  # where a configuration uses none
 SEVERAL_MICROBATCHES = 4  # where a configuration has one
 Stage = Literal[0, 1, 2, 3]
-Remat = Literal["none", "full", "matmuls"]
+Remat = RematPolicy | Literal["config"]
 Clip = Literal["config", "half"]
 FindObstacle = Callable[[MeshConfig, int], str | None]
 
@@ -31,6 +32,7 @@ class Case:
     keep_gathered: bool
     microbatches: int
     remat: Remat
+    """A policy; config: the section as it is, where it lists tensors or the model is no decoder."""
     clip: Clip
     """config: optimizer.clip_norm as it is; half: half of the first gradient norm, so that clipping bites."""
 
@@ -87,9 +89,11 @@ def plan_cases(
             left_out.append(LeftOut(mesh, None, str(obstacles[1])))
         else:
             left_out += [LeftOut(mesh, count, reason) for count, reason in obstacles.items() if reason]
-    remats: tuple[Remat, ...] = get_args(Remat)
-    if not isinstance(config.model, ModelConfig):
-        remats = (config.remat,)
+    remats: tuple[Remat, ...] = get_args(RematPolicy)
+    if not isinstance(config.model, ModelConfig):  # knows no tensor of ours, and may know no remat
+        remats = ("none",) if config.remat.is_off else ("config",)
+    elif config.remat.named:
+        remats = (*remats, "config")
     product = [
         Case(mesh, stage, keep_gathered, microbatches, remat, clip)
         for mesh, counts in fitting.items()
@@ -174,6 +178,6 @@ def apply_case(config: Config, case: Case, clip_norm: float | None) -> Config:
         mesh=case.mesh,
         zero=replace(config.zero, stage=case.zero, keep_gathered=case.keep_gathered),
         batch=replace(config.batch, microbatches=case.microbatches),
-        remat=case.remat,
+        remat=config.remat if case.remat == "config" else RematConfig(policy=case.remat),
         optimizer=replace(config.optimizer, clip_norm=clip_norm),
     )

@@ -22,8 +22,10 @@ TRAITS: dict[str, Trait] = {
     "zero.stage = 3": lambda case: case.zero == 3,
     "zero.keep_gathered": lambda case: case.keep_gathered,
     "remat": lambda case: case.remat != "none",
+    "remat attention": lambda case: case.remat == "attention",
     "remat full": lambda case: case.remat == "full",
     "remat matmuls": lambda case: case.remat == "matmuls",
+    "remat as configured": lambda case: case.remat == "config",
     "clipping that bites": lambda case: case.clip == "half",
     "more than one device": lambda case: case.device_count > 1,
 }

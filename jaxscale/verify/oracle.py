@@ -180,7 +180,7 @@ def place_batch(setup: Setup, arrays: Arrays) -> dict[str, jax.Array]:
 
 def find_misplaced(setup: Setup, state: TrainState) -> list[str]:
     """Leaves of parameters and optimizer state that do not lie as asked, or not like their parameter."""
-    asked = {"parameter": setup.layouts.params, "optimizer state": setup.shardings.moments}
+    asked = {"parameter": setup.shardings.params, "optimizer state": setup.shardings.moments}
     problems = []
     for kind, tree in (("parameter", state.params), ("optimizer state", state.moments)):
         wanted = dict(iterate_leaves(asked[kind]))
@@ -195,7 +195,8 @@ def find_misplaced(setup: Setup, state: TrainState) -> list[str]:
         owner = find_owner(path, shapes)
         if owner is None or leaf.shape != shapes[owner].shape:
             continue
-        if not leaf.sharding.is_equivalent_to(layouts[owner], leaf.ndim):
+        like_owner = layouts[owner].with_memory_kind(leaf.sharding.memory_kind)
+        if not leaf.sharding.is_equivalent_to(like_owner, leaf.ndim):
             problems.append(_word_misplaced("optimizer state", path, leaf, layouts[owner]))
     return list(dict.fromkeys(problems))
 

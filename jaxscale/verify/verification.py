@@ -15,7 +15,9 @@ from jaxscale.config import (
     LossScaleConfig,
     MeshConfig,
     ModelConfig,
+    OffloadConfig,
     PrecisionConfig,
+    RematConfig,
     UserError,
 )
 from jaxscale.data.dataset import find_vocab
@@ -252,7 +254,8 @@ def make_oracle(
         mesh=MeshConfig(),
         zero=replace(config.zero, stage=0, keep_gathered=False),
         batch=replace(config.batch, microbatches=1),
-        remat="none" if isinstance(config.model, ModelConfig) else config.remat,
+        remat=RematConfig(),
+        offload=OffloadConfig(),
     )
     setup = _lay(alone, devices, vocab, model, optimizer)
     _refuse_large(setup, asked, reduced=reduce)
@@ -270,7 +273,7 @@ def make_oracle(
     return Oracle(
         config=config,
         vocab=vocab,
-        # A decoder is made anew for each case, with its remat; the file of one's own model is read once.
+        # A decoder is made anew for each case; the file of one's own model is read once.
         model=setup.model if setup.shape is None else None,
         optimizer=optimizer,
         devices=devices,

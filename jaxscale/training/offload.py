@@ -1,0 +1,221 @@
+"""Optimizer state and master weights in the host's memory, streamed through the device a layer at a time.
+
+The idea is ZeRO-Offload's (Ren 2021); the update runs on the device, where a TPU host has no cores to spare.
+What is stacked over layers is updated in place by a loop: a slice comes to the device, is updated and goes
+back to its place. A `lax.scan` that returns the new slices holds the whole state on the host twice
+(`scripts/study_offload.py`); a loop over the buffers themselves does not.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh
+
+from jaxscale.checkpoint.leaves import nest_by_name
+from jaxscale.config import Config
+from jaxscale.models.model import Params
+from jaxscale.sharding.rules import Leaf, iterate_leaves
+from jaxscale.sharding.zero import Layouts
+from jaxscale.training.optimizer import apply_update
+from jaxscale.training.optimizer_layout import HOST_MEMORY, find_owner
+from jaxscale.training.state import TrainState
+
+# Optimizers whose update of an element looks at no other element, so that a layer can go by itself.
+ELEMENTWISE_OPTIMIZERS = ("adamw", "lion", "sgd")
+
+Arrays = dict[str, jax.Array]
+
+
+def find_offload_problems(config: Config, mesh: Mesh) -> list[str]:
+    """What keeps state from being kept on the host."""
+    if config.offload.is_off:
+        return []
+    problems = []
+    device: Any = mesh.devices.flat[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if HOST_MEMORY not in kinds:
+        problems.append(
+            f"offload: {device.platform} devices have no memory of the kind {HOST_MEMORY}, only "
+            f"{', '.join(kinds)}; set offload.optimizer_state and offload.master_weights to false"
+        )
+    if config.optimizer.name not in ELEMENTWISE_OPTIMIZERS:
+        problems.append(
+            f"offload: {config.optimizer.name} looks at more than one element at a time, so its state cannot "
+            f"be streamed by layers; take {', '.join(ELEMENTWISE_OPTIMIZERS)}, or turn offload off"
+        )
+    if config.precision.moments != "fp32":
+        problems.append(
+            f"offload: precision.moments={config.precision.moments} rounds moments by draws for a whole leaf, and "
+            "state is streamed by layers; set precision.moments=fp32, or turn offload off"
+        )
+    if config.offload.master_weights and config.precision.compute == "fp8":
+        problems.append(
+            "offload.master_weights: precision.compute=fp8 makes kernels fp8 from the master weights on the "
+            "device; set offload.master_weights=false, or precision.compute=bf16"
+        )
+    if config.strategy.get("layers"):
+        problems.append(
+            f"offload: strategy.layers={list(config.strategy['layers'])} cuts the layers, which are streamed "
+            "one by one; lay another dim over these axes, or turn offload off"
+        )
+    return problems
+
+
+@dataclass(frozen=True)
+class HostTraffic:
+    """What a step moves between one device and its host, in bytes."""
+
+    held: int
+    """State that lies on the host in place of the device."""
+    to_device: int
+    to_host: int
+
+
+def expect_host_traffic(state: TrainState) -> HostTraffic:
+    """By closed form: moments go each way once; master weights come twice, for use and for the update.
+
+    Args:
+      state: `ShapeDtypeStruct`s with shardings (`Setup.abstract_state`).
+    """
+    moments, params = _weigh_on_host(state.moments), _weigh_on_host(state.params)
+    return HostTraffic(moments + params, moments + 2 * params, moments + params)
+
+
+def _weigh_on_host(tree: Any) -> int:
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+        if leaf.sharding.memory_kind == HOST_MEMORY
+    )
+
+
+def fetch_parameter(leaf: jax.Array, rule: Leaf, dtype: jnp.dtype) -> jax.Array:
+    """A kept parameter on the device in a format; from the host, a layer at a time where it is stacked."""
+    if not _is_on_host(leaf):
+        return leaf.astype(dtype)
+    if not _is_stacked(rule):
+        return _to_device(leaf).astype(dtype)
+    return lax.map(
+        lambda layer: _to_device(lax.dynamic_index_in_dim(leaf, layer, keepdims=False)).astype(dtype),
+        jnp.arange(leaf.shape[0]),
+    )
+
+
+def make_streamed_update(
+    optimizer: optax.GradientTransformation, layouts: Layouts
+) -> Callable[[Params, Any, Params, jax.Array], tuple[Params, Any]]:
+    """As `apply_update`, for state of which some lies on the host; each array stays in its memory."""
+
+    def update(gradients: Params, moments: Any, params: Params, rate: jax.Array) -> tuple[Params, Any]:
+        structures = jax.tree.structure(params), jax.tree.structure(moments)
+        stream = _Stream(optimizer, layouts, dict(iterate_leaves(gradients)), rate)
+        arrays = _State(dict(iterate_leaves(params)), dict(iterate_leaves(moments)))
+        # Counters move on with every part's update, each time from where they were before it.
+        counters = {path: leaf for path, leaf in arrays.moments.items() if stream.find_owner(path) is None}
+        for paths, layers in _list_parts(layouts):
+            part = arrays.take(paths, stream.find_owner)
+            moved, last_counters = stream.update_part(part, counters, layers)
+            arrays = arrays.put(moved)
+        arrays = arrays.put(_State({}, last_counters))
+        return tuple(
+            jax.tree.unflatten(structure, tree.values())
+            for structure, tree in zip(structures, (arrays.params, arrays.moments), strict=True)
+        )
+
+    return update
+
+
+def _list_parts(layouts: Layouts) -> list[tuple[list[str], int | None]]:
+    """(paths of parameters that are updated together, layers they are stacked over); None: one whole leaf."""
+    stacks: dict[int, list[str]] = {}
+    alone: list[tuple[list[str], int | None]] = []
+    for path, leaf in layouts.leaves.items():
+        if _is_stacked(leaf):
+            stacks.setdefault(leaf.shape[0], []).append(path)
+        else:
+            alone.append(([path], None))
+    return [*((paths, layers) for layers, paths in stacks.items()), *alone]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _State:
+    """Parameters and optimizer state by path, in the order of their trees."""
+
+    params: Arrays
+    moments: Arrays
+
+    def take(self, paths: Iterable[str], find_owner: Callable[[str], str | None]) -> "_State":
+        """What belongs to some parameters."""
+        wanted = set(paths)
+        return _State(
+            {path: leaf for path, leaf in self.params.items() if path in wanted},
+            {path: leaf for path, leaf in self.moments.items() if find_owner(path) in wanted},
+        )
+
+    def put(self, changed: "_State") -> "_State":
+        return _State({**self.params, **changed.params}, {**self.moments, **changed.moments})
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """One update's optimizer, gradients by path and learning rate."""
+
+    optimizer: optax.GradientTransformation
+    layouts: Layouts
+    gradients: Arrays
+    rate: jax.Array
+
+    def find_owner(self, path: str) -> str | None:
+        return find_owner(path, self.layouts.leaves)
+
+    def update_part(self, part: _State, counters: Arrays, layers: int | None) -> tuple[_State, Arrays]:
+        """The part and the counters after the update, each array in the memory that it came from."""
+        gradients = {path: self.gradients[path] for path in part.params}
+        if layers is None:
+            moved, counted = self._update(gradients, jax.tree.map(_to_device, part), counters)
+            return jax.tree.map(_to_memory_of, moved, part), counted
+
+        def visit(layer: jax.Array, carry: tuple[_State, Arrays]) -> tuple[_State, Arrays]:
+            held, _ = carry
+            pick = partial(lax.dynamic_index_in_dim, index=layer, keepdims=False)
+            old = jax.tree.map(lambda leaf: _to_device(pick(leaf)), held)
+            new, counted = self._update(jax.tree.map(pick, gradients), old, counters)
+            put = partial(lax.dynamic_update_index_in_dim, index=layer, axis=0)
+            return jax.tree.map(lambda leaf, part: put(leaf, _to_memory_of(part, leaf)), held, new), counted
+
+        return lax.fori_loop(0, layers, visit, (part, counters))
+
+    def _update(self, gradients: Arrays, part: _State, counters: Arrays) -> tuple[_State, Arrays]:
+        params, known = nest_by_name(part.params), {**part.moments, **counters}
+        structure = jax.eval_shape(self.optimizer.init, params)
+        moments = jax.tree.unflatten(
+            jax.tree.structure(structure), [known[path] for path, _ in iterate_leaves(structure)]
+        )
+        params, moments = apply_update(self.optimizer, nest_by_name(gradients), moments, params, self.rate)
+        named = dict(iterate_leaves(moments))
+        moved = _State(dict(iterate_leaves(params)), {path: named[path] for path in part.moments})
+        return moved, {path: named[path] for path in counters}
+
+
+def _is_stacked(leaf: Leaf) -> bool:
+    return leaf.dims[:1] == ("layers",)
+
+
+def _is_on_host(leaf: jax.Array) -> bool:
+    return jax.typeof(leaf).memory_space == jax.memory.Space.Host
+
+
+def _to_device(leaf: jax.Array) -> jax.Array:
+    return jax.device_put(leaf, jax.memory.Space.Device) if _is_on_host(leaf) else leaf
+
+
+def _to_memory_of(leaf: jax.Array, home: jax.Array) -> jax.Array:
+    return jax.device_put(leaf, jax.memory.Space.Host) if _is_on_host(home) else leaf
