@@ -199,7 +199,7 @@ def test_a_value_is_read_as_what_it_says(path, override, field, expected):
             "remat=Full",
             "remat.policy: 'Full' is not one of 'none', 'attention', 'matmuls' or 'full'; did you mean full?",
         ),
-        ("precision=fp16", "precision.compute: 'fp16' is not one of 'fp32' or 'bf16'"),
+        ("precision=fp4", "precision.compute: 'fp4' is not one of 'fp32', 'bf16', 'fp16' or 'fp8'"),
         ("zero.stage=4", "zero.stage: 4 is not one of 0, 1, 2 or 3"),
         ("zero.stage=true", "zero.stage: True: a number is needed here"),
         ("data.paths=a.txt", "data.paths: 'a.txt' is not a list; write [a.txt]"),

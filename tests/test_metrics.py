@@ -76,8 +76,8 @@ def test_the_field_names_are_the_contract():
         "step_seconds",
         "tokens_per_second",
         "mfu",
-        "skipped",
         "loss_scale",
+        "skipped",
     ]
     assert json.loads(make_eval(2, loss=0.0).to_json()) == {
         "kind": "eval",

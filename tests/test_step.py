@@ -68,9 +68,9 @@ def test_gradients_are_reduced_over_data_once_a_step(programs: Programs) -> None
     assert 2 <= extra < 10
     gathered = [each for each in over_data if each.kind == "all-gather"]
     assert sum(each.elements for each in gathered) == count_laid_elements(programs.setup, "data")
-    # What is left over `data` is the gradient norm.
+    # What is left over `data` is the gradient norm and, in the branch of a skipped step, a count a leaf.
     others = [each for each in over_data if each not in reduced and each not in gathered]
-    assert sum(each.elements for each in others) < 20
+    assert sum(each.elements for each in others) < 20 + len(programs.setup.layouts.leaves)
     inside = [each for each in collectives if each.loop_depth > 0]
     assert inside, "fsdp and tensor traffic belongs in the loops"
 

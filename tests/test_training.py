@@ -80,7 +80,7 @@ def test_a_run_directory_holds_the_run(unbroken: RunDir) -> None:
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
     assert set(steps[0]) == {
         "kind", "step", "sequences", "tokens", "loss", "grad_norm", "lr", "step_seconds", "tokens_per_second",
-        "mfu", "skipped",
+        "mfu", "loss_scale", "skipped",
     }  # fmt: skip
     assert steps[-1]["sequences"] == STEPS * 8
     assert steps[-1]["tokens"] == STEPS * 8 * 32

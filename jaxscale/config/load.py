@@ -127,6 +127,8 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
 
 def _describe_problem(problem: Mapping[str, Any]) -> str:
     loc = problem["loc"]
+    if not loc:  # of the configuration as a whole: the message names the fields
+        return problem["msg"].removeprefix("Value error, ")
     if loc[0] == "model" and len(loc) > 1:  # the second part says which kind of model section it is
         loc = (loc[0], *loc[2:])
     path = ".".join(str(part) for part in loc)

@@ -6,9 +6,9 @@ continues is decided in `jaxscale.config.compare`.
 
 from collections.abc import Mapping
 from dataclasses import field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic.dataclasses import dataclass
 
 from jaxscale.config.fields import STRICT, Count, Positive, refuse_bool
@@ -38,8 +38,17 @@ def _expand_precision(value: Any) -> Any:
     return {"compute": value} if isinstance(value, str) else value
 
 
+def _refuse_narrow(value: Any) -> Any:
+    if value in ("fp16", "fp8"):
+        raise ValueError(
+            f"{value} is for compute only: sums and updates kept in it are lost; use fp32 or bf16"
+        )
+    return value
+
+
 AxisSize = Annotated[int, BeforeValidator(refuse_bool), Field(ge=-1)]
-FloatFormat = Literal["fp32", "bf16"]
+ComputeFormat = Literal["fp32", "bf16", "fp16", "fp8"]
+StateFormat = Annotated[Literal["fp32", "bf16"], BeforeValidator(_refuse_narrow)]
 StrategyAxes = Annotated[tuple[str, ...], BeforeValidator(_expand_axes)]
 
 
@@ -177,37 +186,37 @@ class DataConfig:
 class PrecisionConfig:
     """Number formats. `precision: bf16` is short for {compute: bf16}."""
 
-    compute: Literal[FloatFormat, "fp16", "fp8"] = "fp32"
+    compute: ComputeFormat = "fp32"
     """Matmuls and activations; norm statistics, rotary angles, softmax and loss stay fp32. fp16: with
     dynamic loss scaling. fp8: the blocks' matmuls alone, all else in bf16."""
-    params: FloatFormat = "fp32"
+    params: StateFormat = "fp32"
     """Parameters as the optimizer keeps them."""
-    accumulate: FloatFormat = "fp32"
+    accumulate: StateFormat = "fp32"
     """Gradient accumulators; the reduction over `data` is fp32 whatever they are."""
-    moments: FloatFormat = "fp32"
+    moments: StateFormat = "fp32"
     """Moments of the optimizer, first and second; bf16 ones are rounded stochastically."""
 
 
 @dataclass(frozen=True, config=STRICT, kw_only=True)
 class LossScaleConfig:
-    """Dynamic loss scaling (Micikevicius 2018); read with `precision: fp16` alone."""
+    """Dynamic loss scaling of fp16 compute (Micikevicius 2018), between 1 and 2^24; an overflow halves it."""
 
     initial: Annotated[float, BeforeValidator(refuse_bool), Field(ge=1, le=2**24)] = 65536.0
-    """Scale of the first step, no unit; halved after each step that is not finite."""
+    """Factor of the loss at the first step, no unit."""
     growth_steps: Positive = 2000
-    """Good steps in a row after which the scale doubles."""
+    """Applied updates in a row after which the factor doubles."""
 
 
 @dataclass(frozen=True, config=STRICT, kw_only=True)
 class Fp8Config:
-    """How numbers are scaled into fp8; read with `precision: fp8` alone."""
+    """How numbers are scaled into fp8."""
 
     scaling: Literal["delayed", "dynamic"] = "delayed"
     """delayed: by the largest magnitudes of the last steps. dynamic: by those of the tensor at hand."""
     history: Positive = 1024
     """Steps that a delayed scale looks back on."""
     margin: Annotated[int, BeforeValidator(refuse_bool), Field(ge=0, le=15)] = 0
-    """Room that a delayed scale leaves above the largest magnitude, in powers of two."""
+    """Powers of two that a delayed scale leaves free above the largest magnitude, no unit."""
 
 
 @dataclass(frozen=True, config=STRICT, kw_only=True)
@@ -269,10 +278,27 @@ class Config:
     precision: Annotated[PrecisionConfig, BeforeValidator(_expand_precision)] = field(
         default_factory=PrecisionConfig
     )
-    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
-    fp8: Fp8Config = field(default_factory=Fp8Config)
+    loss_scale: LossScaleConfig | None = None
+    """With fp16 compute alone, where null is the published constants."""
+    fp8: Fp8Config | None = None
+    """With fp8 compute alone, where null is the defaults."""
     remat: Annotated[RematConfig, BeforeValidator(expand_remat)] = field(default_factory=RematConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     nonfinite: NonfiniteConfig = field(default_factory=NonfiniteConfig)
+
+    @model_validator(mode="after")
+    def _resolve_formats(self) -> Self:
+        """Sections that one compute format reads: its defaults with that format, an error with any other."""
+        compute = self.precision.compute
+        for name, of, section in (("loss_scale", "fp16", LossScaleConfig), ("fp8", "fp8", Fp8Config)):
+            given = getattr(self, name)
+            if compute == of and given is None:
+                object.__setattr__(self, name, section())
+            elif compute != of and given is not None:
+                raise ValueError(
+                    f"{name} is for {of} compute and precision.compute is {compute}: remove the section, or "
+                    f"set precision.compute to {of}"
+                )
+        return self

@@ -1,5 +1,6 @@
 """What a person sees of a run: one live line on a terminal, a few plain lines anywhere else."""
 
+import math
 import os
 import sys
 import time
@@ -200,10 +201,10 @@ def _word_step(record: StepRecord, summary: Summary) -> str:
         f"grad norm {record.grad_norm:.3g}  lr {record.lr:.3g}  "
         f"{word_rate(record.tokens_per_second)} tokens/s"
     )
-    if record.loss_scale is not None:
-        line += f"  loss scale {record.loss_scale:,.0f}"
     if record.mfu is not None:
         line += f"  MFU {record.mfu:.1%}"
+    if record.loss_scale is not None:
+        line += f"  loss scale {record.loss_scale:,.0f}"
     seconds_left = summary.estimate_seconds_left()
     return line if seconds_left is None else f"{line}  {word_duration(seconds_left)} left"
 
@@ -216,8 +217,9 @@ def _word_eval(record: EvalRecord) -> str:
 
 
 def _word_skip(record: StepRecord) -> str:
-    return (
+    finite = math.isfinite(record.loss) and math.isfinite(record.grad_norm)
+    line = (
         f"step {record.step:,} skipped: loss {word_loss(record.loss)}, gradient norm {record.grad_norm:.3g}; "
-        "a number is not finite"
-        + ("" if record.loss_scale is None else f"; loss scale {record.loss_scale:,.0f}")
+        + ("no token counted" if finite else "a number is not finite")
     )
+    return line if record.loss_scale is None else f"{line}, at a loss scale of {record.loss_scale:,.0f}"

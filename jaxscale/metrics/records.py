@@ -36,10 +36,10 @@ class StepRecord:
     """Tokens of this step over its wall time, whole mesh."""
     mfu: float | None
     """Model FLOPs utilisation, 0 to 1, by the convention of `jaxscale.metrics.flops`; None: no peak known."""
-    skipped: bool
-    """Whether the update was skipped because loss or gradient norm was not finite."""
     loss_scale: float | None = None
-    """Factor of the loss in this step; None: compute is not fp16."""
+    """Factor of the loss in this step's gradients, fp16 compute; None in every other format."""
+    skipped: bool
+    """Whether the update was skipped: loss or gradient norm not finite, or no counted token."""
 
     def to_json(self) -> str:
         """The record as one line of JSON."""

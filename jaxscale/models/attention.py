@@ -139,6 +139,8 @@ def _find_obstacle(kernel: Implementation, dtype: np.dtype, length: int, head: i
     if kernel == "splash" and length % _SPLASH_LANES:
         longer = math.ceil(length / _SPLASH_LANES) * _SPLASH_LANES
         return f"takes a batch.length that is a multiple of {_SPLASH_LANES}, not {length}: use {longer}"
+    if kernel == "splash" and dtype == jnp.float16:
+        return "computes in bf16 or fp32, not float16: set precision.compute to bf16"
     if kernel != "cudnn":
         return None
     if dtype not in (jnp.bfloat16, jnp.float16):

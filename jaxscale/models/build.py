@@ -91,7 +91,7 @@ def complete_shape(config: Config, *, vocab: int, platform: str) -> DecoderShape
         cross_documents=config.data.cross_documents,
         attention=attention,
         dtype=dtype,
-        fp8=config.fp8.scaling if config.precision.compute == "fp8" else "none",
+        fp8=config.fp8.scaling if config.fp8 else "none",
     )
 
 

@@ -33,6 +33,7 @@ from jaxscale.sharding.rules import Axes
 
 LOGITS_HELD = 2**24  # elements a device: 64 MiB in fp32
 _FAR_BELOW = -1e30  # any logit, and still a number
+_FP16_LIFT = 2.0**12  # of fp16's dlogits, of which none is larger than its token's weight: 15 is the most
 
 
 class _Split(NamedTuple):
@@ -164,12 +165,12 @@ def _loss_forward(
     loss, dx_BTD, d_head_DV = _loss_over_shards(
         x_BTD, table_VD, labels_BT, weights_BT, vocab, with_gradient=True
     )
-    return loss, (dx_BTD, d_head_DV, jnp.zeros((0,), table_VD.dtype))
+    return loss, (dx_BTD, d_head_DV, jnp.zeros((0,), x_BTD.dtype), jnp.zeros((0,), table_VD.dtype))
 
 
 def _loss_backward(vocab: int, residuals: tuple, d_loss: jax.Array) -> tuple:
-    dx_BTD, d_head_DV, like_table = residuals
-    dx_BTD = (dx_BTD * d_loss).astype(dx_BTD.dtype)
+    dx_BTD, d_head_DV, like_x, like_table = residuals
+    dx_BTD = (dx_BTD * d_loss).astype(like_x.dtype)
     return dx_BTD, (d_head_DV * d_loss).astype(like_table.dtype).T, None, None
 
 
@@ -279,9 +280,16 @@ def _visit_chunk(
 
     softmax_NV = exp_NV * (weights_N * jnp.exp(max_N - log_total_N))[:, None]  # times the weight
     label_NV = jnp.where(ids_V == labels_N[:, None], weights_N[:, None], 0.0)
-    dlogits_NV = (softmax_NV - label_NV).astype(x_ND.dtype)
-    d_head_DV += jnp.einsum("ND,NV->DV", x_ND, dlogits_NV, preferred_element_type=wide)
+    is_fp16 = x_ND.dtype == jnp.float16
+    dlogits_NV = softmax_NV - label_NV
+    # The factor of a scaled loss comes only with the backward pass: what fp16 would lose is lifted here.
+    dlogits_NV = (dlogits_NV * _FP16_LIFT if is_fp16 else dlogits_NV).astype(x_ND.dtype)
+    d_head_part_DV = jnp.einsum("ND,NV->DV", x_ND, dlogits_NV, preferred_element_type=wide)
     dx_ND = jnp.einsum("NV,DV->ND", dlogits_NV, head_DV, preferred_element_type=wide)
+    if is_fp16:
+        d_head_DV += d_head_part_DV / _FP16_LIFT
+        return (loss_sum, d_head_DV), _sum_over(dx_ND, split.vocab) / _FP16_LIFT
+    d_head_DV += d_head_part_DV
     return (loss_sum, d_head_DV), _sum_over(dx_ND, split.vocab).astype(x_ND.dtype)
 
 

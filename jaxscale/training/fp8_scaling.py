@@ -22,9 +22,9 @@ History = dict[str, jax.Array]
 _FIRST_ACTIVATION, _FIRST_GRADIENT = 1.0, 2.0**10
 
 
-def init_history(model: Model, config: Fp8Config) -> History | None:
+def init_history(model: Model, config: Fp8Config | None) -> History | None:
     """Nothing seen yet; None where scales are dynamic, or nothing is in fp8."""
-    if config.scaling == "dynamic" or not model.fp8_kernels:
+    if config is None or config.scaling == "dynamic":
         return None
     return {
         path: jnp.zeros((layers, 2, config.history), jnp.float32)
@@ -33,13 +33,13 @@ def init_history(model: Model, config: Fp8Config) -> History | None:
 
 
 def make_fp8_weights(
-    params: Params, history: History | None, model: Model, layouts: Layouts, config: Fp8Config
+    params: Params, history: History | None, model: Model, layouts: Layouts, config: Fp8Config | None
 ) -> Fp8Weights | None:
     """Kernels made fp8 while they lie in shards, then laid out for use: gathers carry a byte an element.
 
     None where nothing is in fp8.
     """
-    if not model.fp8_kernels:
+    if config is None:
         return None
     leaves, layout = dict(iterate_leaves(params)), dict(iterate_leaves(layouts.weights))
     kernels, scales = {}, {}

@@ -69,7 +69,8 @@ def make_gradient_sums(model: Model, layouts: Layouts, dtype: jnp.dtype, seed: i
         def sum_losses(weights: Params, scales: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
             options = {"fp8": use.fp8._replace(scales=scales)} if use.fp8 else {}
             loss, weight = model.sum_losses(weights, arrays, keys_B, **options)
-            return loss if use.loss_factor is None else loss * use.loss_factor, (loss, weight)
+            factor = use.loss_factor
+            return loss if factor is None else loss.astype(widen(loss.dtype)) * factor, (loss, weight)
 
         differentiate = jax.grad(sum_losses, argnums=(0, 1), has_aux=True)
         (gradients, amaxes), (loss, weight) = differentiate(weights, use.fp8.scales if use.fp8 else None)

@@ -25,7 +25,7 @@ from jaxscale.metrics import (
 )
 from jaxscale.models.model import Model
 from jaxscale.numerics.draw import make_key
-from jaxscale.training.nonfinite import allowed_skips, word_give_up
+from jaxscale.training.nonfinite import GiveUp
 from jaxscale.training.reporter import Reporter
 from jaxscale.training.run_dir import RunDir, check_run_dir, open_run_data, write_config
 from jaxscale.training.setup import Compiled, Setup, find_mesh, make_setup
@@ -169,7 +169,7 @@ class _Session:
         last_step: int,
     ) -> Result:
         config = self.config
-        reporter = Reporter(config, self.console, sinks, self.throughput, tuple(self.setup.layouts.leaves))
+        reporter = Reporter(config, self.setup.model.shapes, self.console, sinks, self.throughput)
         for step in range(first_step, last_step + 1):
             state, metrics = step_function(state, next(loader))
             reporter.take(step, metrics)
@@ -180,12 +180,11 @@ class _Session:
                 or _is_due(step, config.checkpoint.every_steps)
             ):
                 reporter.flush()
-            bad = reporter.skips_in_row > allowed_skips(config.nonfinite)
+            if reporter.give_up is not None:
+                return self._give_up(reporter.give_up)
             if _is_due(step, config.eval.every_steps) or (step == config.steps and config.eval.every_steps):
                 self._evaluate(state, step, sinks)
                 reporter.restart_clock()
-            if bad:
-                return self._give_up(step, reporter)
             if is_last or _is_due(step, config.checkpoint.every_steps):
                 self.checkpoints.save(step, state, wait=is_last)
                 reporter.restart_clock()
@@ -230,13 +229,11 @@ class _Session:
         self.stack.callback(sinks.close)
         return sinks
 
-    def _give_up(self, step: int, reporter: Reporter) -> Result:
+    def _give_up(self, give_up: GiveUp) -> Result:
+        """Nothing is saved; the save under way is waited for, so that it can be named."""
         self.checkpoints.wait()
-        good_step = self.checkpoints.latest_step()
-        self.console.note(
-            word_give_up(step, reporter.skips_in_row, good_step, reporter.bad_leaves, reporter.loss_scale)
-        )
-        return self._result(Outcome.NUMBERS_WENT_BAD, step)
+        self.console.note(give_up.word(self.config.nonfinite, self.checkpoints.latest_step()))
+        return self._result(Outcome.NUMBERS_WENT_BAD, give_up.step)
 
     def _result(self, outcome: Outcome, step: int) -> Result:
         return Result(outcome, self.run_dir, step, self.first_eval, self.last_eval)

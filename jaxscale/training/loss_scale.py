@@ -1,64 +1,65 @@
-"""Dynamic loss scaling for fp16 (Micikevicius 2018, section 3.2; constants as in PyTorch's GradScaler).
+"""Dynamic loss scaling of fp16 compute (Micikevicius 2018, section 3.2; the constants are torch's).
 
-A loss is multiplied by the scale before it is differentiated, so that small gradients are not below fp16's
-smallest; sums of gradients are in fp32 and divided by it before anything reads them. A step with an infinite
-gradient anywhere halves the scale, and so many good steps in a row double it.
+fp16 rounds what is at or below 2^-25 to zero, and gradients are small. So each microbatch's loss is
+multiplied by a factor before the gradient, and the reduced sums of gradients are divided by it, in fp32.
+An overflow anywhere leaves infinities or NaN in the sums, hence in the step's one gradient norm: that is the
+global flag, and nothing more is gathered for it.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
-from jaxscale.config import BatchConfig, Config
+from jaxscale.config import BatchConfig, LossScaleConfig
 
-FLOOR, CEILING = 1.0, 2.0**24
+FLOOR = 1.0
+CEILING = 2.0**24
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LossScale:
-    """What a run remembers of its scale."""
+    """Scalars of the run's state."""
 
     scale: jax.Array
-    """fp32 scalar; a power of two if it started as one, so that scaling rounds nothing."""
-    good_steps: jax.Array
-    """Good steps in a row since the scale changed last, uint32."""
+    """Factor of the loss, fp32."""
+    streak: jax.Array
+    """Updates applied since the factor last changed, or since an overflow at the floor; uint32."""
 
 
-def init_loss_scale(config: Config) -> LossScale | None:
-    """The scale of a run's first step; None where compute is not fp16, which alone needs one."""
-    if config.precision.compute != "fp16":
+def start_loss_scale(config: LossScaleConfig | None) -> LossScale | None:
+    """The loss scale before the first step; None where none is wanted."""
+    if config is None:
         return None
-    return LossScale(jnp.float32(config.loss_scale.initial), jnp.uint32(0))
+    return LossScale(jnp.full((), config.initial, jnp.float32), jnp.zeros((), jnp.uint32))
 
 
 def find_loss_factor(state: LossScale | None, batch: BatchConfig) -> jax.Array | None:
-    """What a microbatch's sum of losses is multiplied by.
+    """What a microbatch's sum of losses is multiplied by: the loss scale is that of a mean, as published.
 
-    The published scales are for mean losses. A sum over the tokens of a step is as many times larger, to a
-    power of two, so that dividing by it rounds nothing.
+    Divided by a power of two near the microbatch's tokens, so that no bit of the gradients is rounded by it.
     """
     if state is None:
         return None
-    tokens = batch.sequences * batch.length
-    return state.scale * 2.0 ** -math.floor(math.log2(tokens))
+    tokens = batch.sequences // batch.microbatches * batch.length
+    return state.scale / 2.0 ** round(math.log2(tokens))
 
 
-def adapt_loss_scale(state: LossScale | None, is_finite: jax.Array, growth_steps: int) -> LossScale | None:
-    """The scale for the next step: halved after a bad step, doubled after `growth_steps` good ones in a row.
+def move_loss_scale(
+    before: LossScale, config: LossScaleConfig, *, finite: jax.Array, applied: jax.Array
+) -> LossScale:
+    """The loss scale after a step: halved by an overflow, doubled by `growth_steps` updates in a row.
 
     Args:
-      is_finite: whether loss and all gradients of the step were, on every device and in every microbatch.
+      finite: bool scalar, whether loss and gradient norm of the step were.
+      applied: bool scalar, whether the update was made; a finite step without a counted token moves nothing.
     """
-    if state is None:
-        return None
-    good_steps = state.good_steps + jnp.uint32(1)
-    is_due = good_steps >= growth_steps
-    scale = jnp.where(is_finite, jnp.where(is_due, state.scale * 2, state.scale), state.scale / 2)
-    return replace(
-        state,
-        scale=jnp.clip(scale, FLOOR, CEILING),
-        good_steps=jnp.where(is_finite & ~is_due, good_steps, jnp.zeros_like(good_steps)),
-    )
+    streak = before.streak + jnp.uint32(1)
+    grows = streak >= config.growth_steps
+    scale = jnp.where(grows, jnp.minimum(before.scale * 2, CEILING), before.scale)
+    scale = jnp.where(applied, scale, before.scale)
+    streak = jnp.where(applied, jnp.where(grows, jnp.uint32(0), streak), before.streak)
+    halved = jnp.maximum(before.scale / 2, FLOOR)
+    return LossScale(jnp.where(finite, scale, halved), jnp.where(finite, streak, jnp.uint32(0)))

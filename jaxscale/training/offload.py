@@ -52,7 +52,7 @@ def find_offload_problems(config: Config, mesh: Mesh) -> list[str]:
         )
     if config.precision.moments != "fp32":
         problems.append(
-            f"offload: precision.moments={config.precision.moments} rounds moments by draws for a whole leaf, and "
+            f"offload: precision.moments={config.precision.moments} rounds by draws for whole leaves, and "
             "state is streamed by layers; set precision.moments=fp32, or turn offload off"
         )
     if config.offload.master_weights and config.precision.compute == "fp8":

@@ -1,33 +1,32 @@
-"""From a step's metrics to records, one step late."""
+"""From a step's metrics on the devices to its record on the host."""
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from jaxscale.config import Config
 from jaxscale.metrics import Console, Sinks, StepRecord
+from jaxscale.training.nonfinite import GiveUp, is_too_many, name_nonfinite
 from jaxscale.training.throughput import Throughput
 
 
 class Reporter:
     """Turns a step's metrics into records, one step late, so that the devices never wait for the host."""
 
-    def __init__(
-        self, config: Config, console: Console, sinks: Sinks, throughput: Throughput, paths: Sequence[str]
-    ):
-        self.config, self.console, self.sinks, self.throughput = config, console, sinks, throughput
-        self.skips_in_row = 0
-        self._paths = paths
-        self.bad_leaves: dict[str, int] = {}
-        self.loss_scale: float | None = None
+    def __init__(self, config: Config, shapes: Any, console: Console, sinks: Sinks, throughput: Throughput):
+        """`shapes`: the model's parameters, whose paths name the leaves that went bad."""
+        self.config, self.shapes, self.throughput = config, shapes, throughput
+        self.console, self.sinks = console, sinks
+        self.give_up: GiveUp | None = None
+        """Set by the step that was one skip too many; no later step is reported."""
         self._pending: tuple[int, Any] | None = None
         self._clock = time.perf_counter()
 
-    def take(self, step: int, metrics: dict[str, Any]) -> None:
+    def take(self, step: int, metrics: dict[str, jax.Array]) -> None:
+        """Reports the step before, and keeps this one."""
         self.flush()
-        self._pending = (step, metrics)
+        self._pending = None if self.give_up else (step, metrics)
 
     def flush(self) -> None:
         """Waits for the step taken last, and reports it."""
@@ -37,10 +36,6 @@ class Reporter:
         values = jax.device_get(metrics)
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
-        self.skips_in_row = int(values["skips_in_row"])
-        counts = zip(self._paths, values["nonfinite"].tolist(), strict=True)
-        self.bad_leaves = {path: count for path, count in counts if count}
-        self.loss_scale = float(values["loss_scale"]) if "loss_scale" in values else None
         batch = self.config.batch
         record = StepRecord(
             step=step,
@@ -52,11 +47,14 @@ class Reporter:
             step_seconds=seconds,
             tokens_per_second=batch.sequences * batch.length / seconds,
             mfu=self.throughput.utilisation(batch.sequences * batch.length / seconds),
+            loss_scale=float(values["loss_scale"]) if "loss_scale" in values else None,
             skipped=bool(values["skipped"]),
-            loss_scale=self.loss_scale,
         )
         self.console.step(record)
         self.sinks.write(record)
+        skips = int(values["skips_in_row"])
+        if is_too_many(skips, self.config.nonfinite):
+            self.give_up = GiveUp(step, skips, name_nonfinite(self.shapes, values["nonfinite"]))
 
     def restart_clock(self) -> None:
         """What was done since the last step (saving, evaluating) is no step's time."""

@@ -11,7 +11,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from jaxscale.config import Config, Fp8Config, LossScaleConfig, ModelConfig, PythonModelConfig, UserError
+from jaxscale.config import Config, ModelConfig, PythonModelConfig, UserError
 from jaxscale.mesh import BATCH_AXES, make_mesh, resolve_mesh
 from jaxscale.models.adapters import check_losses
 from jaxscale.models.build import build_decoder, complete_shape, find_contradictions
@@ -176,7 +176,12 @@ def make_setup(
     if shape is None:
         problems += find_remat_problems(config.remat, None)
     leaves, rule_problems = lay_leaves(model.shapes, model.rules, dict(mesh.shape), find_strategy(config))
-    raise_problems(problems + rule_problems + find_format_problems(config, model))
+    if config.precision.compute == "fp8" and not model.fp8_kernels:
+        problems.append(
+            "precision.compute=fp8 is for the decoder's matmuls, and those of a model of your own are not "
+            "known here; use precision.compute=bf16"
+        )
+    raise_problems(problems + rule_problems)
     layouts = lay_stages(
         leaves, model.shapes, mesh, config.zero.stage, keep_gathered=config.zero.keep_gathered
     )
@@ -212,25 +217,4 @@ def find_batch_problems(config: Config, mesh: Mesh) -> list[str]:
             f"batch.microbatches={batch.microbatches}) does not divide over {shown}; make batch.sequences a "
             f"multiple of {ways * batch.microbatches}, or lower batch.microbatches"
         )
-    return problems
-
-
-def find_format_problems(config: Config, model: Model) -> list[str]:
-    """What is asked of number formats that the model or the rest of the configuration does not go with."""
-    problems = []
-    if config.precision.compute == "fp8" and not model.fp8_kernels:
-        problems.append(
-            "precision.compute=fp8 is for the decoder's matmuls, and those of a model of your own are not "
-            "known here; use precision.compute=bf16"
-        )
-    asked = {
-        "fp8": ("fp8", config.fp8 != Fp8Config()),
-        "loss_scale": ("fp16", config.loss_scale != LossScaleConfig()),
-    }
-    for section, (compute, has_settings) in asked.items():
-        if has_settings and config.precision.compute != compute:
-            problems.append(
-                f"{section} has settings that precision.compute={config.precision.compute} does not read; "
-                f"remove the section, or set precision.compute={compute}"
-            )
     return problems

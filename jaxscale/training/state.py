@@ -11,7 +11,7 @@ from jaxscale.config import Config
 from jaxscale.models.model import Model
 from jaxscale.sharding.zero import Layouts
 from jaxscale.training.fp8_scaling import init_history
-from jaxscale.training.loss_scale import LossScale, init_loss_scale
+from jaxscale.training.loss_scale import LossScale, start_loss_scale
 from jaxscale.training.optimizer_layout import HOST_MEMORY, lay_optimizer
 
 
@@ -53,7 +53,7 @@ def init_state(
     return TrainState(
         params=params,
         moments=optimizer.init(params),
-        loss_scale=init_loss_scale(config),
+        loss_scale=start_loss_scale(config.loss_scale),
         fp8=init_history(model, config.fp8),
         updates=zero(),
         skips=zero(),
@@ -72,7 +72,7 @@ def lay_state(
     params = layouts.params
     if config.offload.master_weights:
         params = jax.tree.map(lambda sharding: sharding.with_memory_kind(HOST_MEMORY), params)
-    extras = jax.eval_shape(lambda: (init_loss_scale(config), init_history(model, config.fp8)))
+    extras = jax.eval_shape(lambda: (start_loss_scale(config.loss_scale), init_history(model, config.fp8)))
     loss_scale, history = jax.tree.map(lambda _: whole, extras)
     return TrainState(params, moments, loss_scale, history, whole, whole, whole, whole, whole)
 

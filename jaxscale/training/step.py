@@ -23,7 +23,7 @@ from jaxscale.sharding.rules import iterate_leaves
 from jaxscale.sharding.zero import Layouts
 from jaxscale.training.fp8_scaling import are_finite, make_fp8_weights, record_amaxes
 from jaxscale.training.gradients import Use, make_gradient_sums
-from jaxscale.training.loss_scale import adapt_loss_scale, find_loss_factor
+from jaxscale.training.loss_scale import find_loss_factor, move_loss_scale
 from jaxscale.training.nonfinite import count_nonfinite
 from jaxscale.training.offload import fetch_parameter, make_streamed_update
 from jaxscale.training.optimizer import apply_update, clip_gradients
@@ -106,9 +106,7 @@ def make_step(
         good = is_finite & (sums.weight > 0)
         # A branch, not a selection of every element: the state left alone costs nothing, and less memory.
         state, bad = lax.cond(good, update, _count_skip, state, clipped, rate, sums.amaxes)
-        before = state.loss_scale
-        adapted = adapt_loss_scale(before, is_finite, config.loss_scale.growth_steps)
-        state = replace(state, loss_scale=adapted, sequences=state.sequences + _sequences(config))
+        state = replace(state, sequences=state.sequences + _sequences(config))
         metrics = {
             "loss": loss,
             "grad_norm": norm,
@@ -118,8 +116,11 @@ def make_step(
             "skips_in_row": state.skips_in_row,
             "nonfinite": bad,
         }
-        if before is not None:
-            metrics["loss_scale"] = before.scale
+        if state.loss_scale is not None:
+            assert config.loss_scale is not None
+            metrics["loss_scale"] = state.loss_scale.scale
+            moved = move_loss_scale(state.loss_scale, config.loss_scale, finite=is_finite, applied=good)
+            state = replace(state, loss_scale=moved)
         return (state, metrics, gradients) if with_gradients else (state, metrics)
 
     return step
@@ -136,7 +137,7 @@ def _make_update(
     def update(state: TrainState, gradients: Params, rate: jax.Array, amaxes: Any) -> tuple[TrainState, Any]:
         """The state after one update, data position and loss scale aside; nothing is not finite."""
         params, moments = apply(gradients, state.moments, state.params, rate)
-        nothing = jnp.zeros(len(layouts.leaves), jnp.int32)
+        nothing = jnp.zeros(len(layouts.leaves), jnp.float32)
         updated = replace(
             state,
             params=params if config.offload.master_weights else _lay(params, layouts.params),

@@ -11,8 +11,6 @@ from jax.errors import JaxRuntimeError
 
 from jaxscale.config import (
     Config,
-    Fp8Config,
-    LossScaleConfig,
     MeshConfig,
     ModelConfig,
     OffloadConfig,
@@ -339,8 +337,8 @@ def _prepare(config: Config, *, fp64: bool) -> tuple[Config, tuple[str, ...]]:
         steps=2 * WARMUP_STEPS,
         optimizer=optimizer,
         precision=precision,
-        loss_scale=LossScaleConfig(),
-        fp8=Fp8Config(),
+        loss_scale=None,
+        fp8=None,
         model=model,
     )
     return prepared, tuple(notes)
