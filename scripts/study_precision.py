@@ -2,9 +2,9 @@
 
     python scripts/study_precision.py [--steps 300] [--seeds 0 1 2] [--png docs/precision.png]
 
-Runs on one device, prints a table and draws the losses. Exits with 1 where a format ends more than 2 % from fp32.
-The training loss is the mean of the last 20 steps, whose batches are the same in every format; validation is in
-the format too, but for fp8, whose weights are evaluated in bf16.
+Runs on one device, prints a table and draws the losses. Exits with 1 where a format ends more than 2 % from
+fp32. The training loss is the mean of the last 20 steps, whose batches are the same in every format; validation
+is in the format too, but for fp8, whose weights are evaluated in bf16.
 """
 
 import argparse
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=300, help=f"at least {LAST_STEPS}")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--png", type=Path, default=ROOT / "docs" / "precision.png")
     args = parser.parse_args()
@@ -42,7 +42,7 @@ def train_run(precision: str, seed: int, steps: int) -> dict[str, list[float]]:
             ROOT / "configs" / "tiny.yaml",
             [
                 f"run_dir={folder}/run", f"seed={seed}", f"steps={steps}", f"precision={precision}",
-                "mesh.data=1", "mesh.fsdp=1", "mesh.tensor=1", "batch.sequences=16", "batch.microbatches=2",
+                "mesh.data=1", "mesh.fsdp=1", "mesh.tensor=1", "batch.sequences=8", "batch.microbatches=2",
                 f"checkpoint.every_steps={steps}", f"eval.every_steps={steps}",
             ],
         )  # fmt: skip
