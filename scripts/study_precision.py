@@ -3,8 +3,8 @@
     python scripts/study_precision.py [--steps 300] [--seeds 0 1 2] [--png docs/precision.png]
 
 Runs on one device, prints a table and draws the losses. Exits with 1 where a format ends more than 2 % from
-fp32. The training loss is the mean of the last 20 steps, whose batches are the same in every format; validation
-is in the format too, but for fp8, whose weights are evaluated in bf16.
+fp32. The training loss is the mean of the last 20 steps, whose batches are the same in every format;
+validation is in the format too, but for fp8, whose weights are evaluated in bf16.
 """
 
 import argparse

@@ -39,9 +39,12 @@ def count_products(text: str) -> Counter[tuple[str, ...]]:
 @pytest.mark.parametrize("chips", CHIPS)
 def test_every_matmul_of_the_blocks_takes_fp8(chips: str) -> None:
     found = count_products(make_chip_setup(chips, "fp8").compile_step().as_text())
-    assert found["f8e4m3fn", "f8e5m2"] == 2 * PROJECTIONS, found
-    # Full remat makes a block's products again, but for the last one.
-    assert found["f8e4m3fn", "f8e4m3fn"] == 2 * PROJECTIONS - 1, found
+    assert found.pop(("bf16", "bf16")) == 3, "the head's: logits, and its two gradients"
+    assert set(found) == {("f8e4m3fn", "f8e4m3fn"), ("f8e4m3fn", "f8e5m2")}
+    if chips == "v5p":  # where matmuls of one shape do not share a computation
+        assert found["f8e4m3fn", "f8e5m2"] == 2 * PROJECTIONS
+        # Full remat makes a block's products again, but for the last one.
+        assert found["f8e4m3fn", "f8e4m3fn"] == 2 * PROJECTIONS - 1
 
 
 @pytest.mark.parametrize("chips", CHIPS)
