@@ -204,8 +204,8 @@ def test_an_optimizer_state_that_is_lost_between_steps_is_caught(oracle, monkeyp
     def make(optimizer, layouts, config):
         update = right(optimizer, layouts, config)
 
-        def forget(before, tree, rate):
-            return update(replace(before, moments=optimizer.init(before.params)), tree, rate)
+        def forget(before, *arguments):
+            return update(replace(before, moments=optimizer.init(before.params)), *arguments)
 
         return forget
 
@@ -234,8 +234,8 @@ def test_weights_that_start_otherwise_are_caught(oracle, monkeypatch):
 def test_optimizer_state_that_is_replicated_in_silence_is_caught(oracle, monkeypatch):
     right = state.lay_optimizer
 
-    def lay(optimizer, shapes, layouts):
-        return jax.tree.map(lambda _: layouts.replicated, right(optimizer, shapes, layouts))
+    def lay(optimizer, shapes, layouts, **options):
+        return jax.tree.map(lambda _: layouts.replicated, right(optimizer, shapes, layouts, **options))
 
     monkeypatch.setattr(state, "lay_optimizer", lay)
     monkeypatch.setattr(setup, "check_layouts", lambda *_: None)  # else the compile is refused already
@@ -303,10 +303,10 @@ def test_gpt2_key_bias_is_no_false_alarm_and_a_wrong_bias_beside_it_is_caught(mo
     assert result.ok, result.problems
 
     def scale_bias(sums, axes):
-        loss, weight, tree = lax.psum(sums, axes)
-        bias = tree["layers"]["attention"]["query"]["bias"]
-        tree["layers"]["attention"]["query"]["bias"] = bias * 1.001
-        return loss, weight, tree
+        reduced = lax.psum(sums, axes)
+        query = reduced.gradients["layers"]["attention"]["query"]
+        query["bias"] = query["bias"] * 1.001
+        return reduced
 
     plant_lax(monkeypatch, gradients, psum=scale_bias)
     check_caught(oracle, PLANTED, "layers/attention/query/bias is off")
