@@ -104,6 +104,8 @@ def test_scales_follow_from_the_largest_of_the_history(sharded: tuple) -> None:
     rng = np.random.default_rng(0)
     history = {path: h * rng.permuted([1, 0.1, 8, 3]).astype(np.float32) for path, h in history.items()}
     assert all(h.shape[1:] == (2, HISTORY) and np.all(h > 0) for h in history.values())
+    query = state.params["layers"]["attention"]["query"]
+    query["kernel"] = put(np.array(query["kernel"]) * np.array([1, 0.1]).reshape(2, 1, 1, 1), query["kernel"])
     config = replace(setup.config.fp8, margin=1)
     with setup.ambient():
         fp8 = jax.jit(
@@ -119,7 +121,7 @@ def test_scales_follow_from_the_largest_of_the_history(sharded: tuple) -> None:
     back = (
         np.asarray(fp8.kernels[QUERY]).astype(np.float32) / np.asarray(fp8.scales[QUERY])[:, :1, None, None]
     )
-    assert np.abs(back - kernel).max() < 0.07 * amax.max()
+    assert np.all(np.abs(back - kernel).max((1, 2, 3)) < 0.07 * amax)
 
 
 def test_the_newest_step_stands_first_and_the_oldest_leaves(sharded: tuple) -> None:
