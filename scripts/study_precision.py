@@ -86,16 +86,16 @@ def draw(runs: dict[tuple[int, str], dict[str, list[float]]], seeds: list[int], 
 
     figure, (above, below) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=(2, 1))
     kernel = np.ones(LAST_STEPS) / LAST_STEPS
-    for name in FORMATS:
+    for color, name in zip(("black", "C0", "C1", "C2"), FORMATS, strict=True):
         losses = np.array([runs[seed, name]["train"] for seed in seeds])
         base = np.array([runs[seed, "fp32"]["train"] for seed in seeds])
         steps = np.arange(1, losses.shape[1] + 1)
-        above.plot(steps, losses.mean(0), label=name, linewidth=1)
+        above.plot(steps, losses.mean(0), label=name, color=color, linewidth=1)
         if name != "fp32":
             smooth = [np.convolve(each, kernel, "valid") for each in (losses / base - 1) * 100]
-            [line] = below.plot(steps[LAST_STEPS - 1 :], np.mean(smooth, 0), label=name, linewidth=1.2)
+            below.plot(steps[LAST_STEPS - 1 :], np.mean(smooth, 0), label=name, color=color, linewidth=1.2)
             for each in smooth:
-                below.plot(steps[LAST_STEPS - 1 :], each, color=line.get_color(), linewidth=0.5, alpha=0.5)
+                below.plot(steps[LAST_STEPS - 1 :], each, color=color, linewidth=0.5, alpha=0.5)
     below.axhline(0, color="black", linewidth=0.5)
     above.set_ylabel("training loss, nats a byte")
     above.set_title(f"configs/tiny.yaml on one device, mean of {len(seeds)} seeds")
