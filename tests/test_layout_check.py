@@ -13,6 +13,7 @@ from jaxscale.config import UserError
 from jaxscale.mesh import make_mesh
 from jaxscale.models.model import Model
 from jaxscale.sharding.activations import constrain, watch_constraints
+from jaxscale.sharding.hlo import Program, read_arrays
 from jaxscale.training import gradients
 from jaxscale.training.layout_check import check_constraints, check_layouts
 from jaxscale.training.setup import Setup, make_setup
@@ -156,4 +157,6 @@ def test_an_accumulator_that_is_whole_stays_whole_beside_an_activation_over_tens
     rules = js.Rules({"table": ("vocab", "embed"), "up": ("embed", "mlp"), "scale": js.REPLICATED})
     config = make_config(mesh={"fsdp": 2, "tensor": 4}, zero={"stage": 2}, batch={"microbatches": 2})
     model = js.from_functions(init, loss, rules=rules)
-    make_setup(config, make_mesh(config.mesh), 64, model).compile_step()
+    program = Program(make_setup(config, make_mesh(config.mesh), 64, model).compile_step().as_text())
+    [loop] = [each for each in program.instructions(program.entry) if each.opcode == "while"]
+    assert (48,) in {shape for _, shape in read_arrays(loop.type)}

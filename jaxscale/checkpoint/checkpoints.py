@@ -20,9 +20,9 @@ from jaxscale.checkpoint.leaves import (
     describe_differences,
     describe_leaves,
     name_leaves,
-    nest_by_name,
 )
 from jaxscale.config.errors import UserError
+from jaxscale.sharding.rules import nest_by_name
 
 _ITEM = "state"
 

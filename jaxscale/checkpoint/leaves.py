@@ -40,18 +40,6 @@ def describe_leaves(named: Mapping[str, Any]) -> dict[str, LeafType]:
     return {name: LeafType(tuple(leaf.shape), str(leaf.dtype)) for name, leaf in named.items()}
 
 
-def nest_by_name(named: Mapping[str, Any]) -> dict[str, Any]:
-    """The same leaves as nested dicts: {"a/b": x} becomes {"a": {"b": x}}."""
-    nested: dict[str, Any] = {}
-    for name, leaf in named.items():
-        *parents, last = name.split("/")
-        inner = nested
-        for key in parents:
-            inner = inner.setdefault(key, {})
-        inner[last] = leaf
-    return nested
-
-
 def describe_differences(stored: Mapping[str, LeafType], wanted: Mapping[str, LeafType]) -> str:
     """One line for each leaf that differs, with both values; empty where nothing does."""
     lines = [

@@ -2,10 +2,9 @@
 
 from typing import Any, Literal
 
-from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
-_STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+from jaxscale.config.fields import STRICT
 
 RematPolicy = Literal["none", "attention", "matmuls", "full"]
 
@@ -15,7 +14,7 @@ def expand_remat(value: Any) -> Any:
     return {"policy": value} if isinstance(value, str) else value
 
 
-@dataclass(frozen=True, config=_STRICT, kw_only=True)
+@dataclass(frozen=True, config=STRICT, kw_only=True)
 class RematConfig:
     """What the backward pass finds in memory and what it computes again. `remat: full` is short for
     {policy: full}; the lists choose single tensors over the policy, by name (docs/memory.md)."""
@@ -46,7 +45,7 @@ class RematConfig:
         return self.policy == "none" and not self.named
 
 
-@dataclass(frozen=True, config=_STRICT, kw_only=True)
+@dataclass(frozen=True, config=STRICT, kw_only=True)
 class OffloadConfig:
     """What a run keeps in the host's pinned memory; updates stream it a layer at a time (ZeRO-Offload)."""
 

@@ -78,8 +78,9 @@ def measure_remat(
     """Compiles the step with one choice; `plain_flops`: of the step without remat, None if it is this one."""
     chosen = replace(setup, config=replace(setup.config, remat=remat))
     with progress(f"compiling the step with remat {remat.policy}"):
-        flops = count_matmul_flops(chosen.trace_step().jaxpr.jaxpr)
-        memory = read_memory(chosen.compile_step())
+        traced = chosen.trace_step()
+        flops = count_matmul_flops(traced.jaxpr.jaxpr)
+        memory = read_memory(chosen.compile_traced(traced))
     return RematReport(
         remat=remat,
         memory=memory,

@@ -245,16 +245,18 @@ def _attend_dot_product(
     Both add the document mask to the logits as a large negative number, so cuDNN too holds B x T x S of it,
     and computes the blocks above the diagonal that it would skip without documents.
     """
-    if implementation == "xla" and segments_BT is None and q_BTNH.dtype not in _PLAIN_DTYPES:
-        return jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, is_causal=causal, implementation="xla")
+    is_plain = implementation == "xla" and q_BTNH.dtype in _PLAIN_DTYPES
+    if segments_BT is None and not is_plain:
+        return jax.nn.dot_product_attention(
+            q_BTNH, k_BSKH, v_BSKH, is_causal=causal, implementation=implementation
+        )
+    one_document = jnp.zeros((1, q_BTNH.shape[1]), jnp.int32)
+    visible_BTS = _find_visible(one_document if segments_BT is None else segments_BT, causal)
     if implementation == "xla":
-        length = q_BTNH.shape[1]
-        segments_BT = jnp.zeros((1, length), jnp.int32) if segments_BT is None else segments_BT
-        return attend_visible(q_BTNH, k_BSKH, v_BSKH, _find_visible(segments_BT, causal))
-    if segments_BT is None:
-        return jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, is_causal=causal, implementation="cudnn")
-    mask = _find_visible(segments_BT, causal)[:, None]
-    return jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, mask=mask, implementation="cudnn")
+        return attend_visible(q_BTNH, k_BSKH, v_BSKH, visible_BTS)
+    return jax.nn.dot_product_attention(
+        q_BTNH, k_BSKH, v_BSKH, mask=visible_BTS[:, None], implementation=implementation
+    )
 
 
 def attend_visible(
@@ -262,7 +264,9 @@ def attend_visible(
 ) -> jax.Array:
     """XLA's attention, over the positions that each position sees, [B or 1, T, S] bool."""
     if q_BTNH.dtype not in _PLAIN_DTYPES:
-        return jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, mask=visible_BTS[:, None])
+        return jax.nn.dot_product_attention(
+            q_BTNH, k_BSKH, v_BSKH, mask=visible_BTS[:, None], implementation="xla"
+        )
     batch, length, _, head = q_BTNH.shape
     q_BTKGH = q_BTNH.reshape(batch, length, k_BSKH.shape[2], -1, head)
     wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import jax
 from flax import nnx
-from flax.traverse_util import unflatten_dict
 
 from jaxscale.config import Config, ModelConfig, UserError
 from jaxscale.metrics import model_flops_per_token
@@ -15,7 +14,7 @@ from jaxscale.models.model import Batch, Model, Params
 from jaxscale.models.remat import DECODER_TENSORS, find_remat_problems
 from jaxscale.numerics.fp8 import Fp8Weights
 from jaxscale.numerics.policy import compute_dtype
-from jaxscale.sharding.rules import iterate_leaves
+from jaxscale.sharding.rules import iterate_leaves, nest_by_name
 
 
 def shape_decoder(config: Config, *, vocab: int, platform: str) -> DecoderShape:
@@ -143,7 +142,7 @@ def _insert_fp8(params: Params, fp8: Fp8Weights) -> Params:
     for path in fp8.kernels:
         layer = path.removesuffix("kernel")
         flat |= {f"{layer}kernel_fp8": fp8.kernels[path], f"{layer}scales": fp8.scales[path]}
-    return unflatten_dict(flat, sep="/")
+    return nest_by_name(flat)
 
 
 def count_parameters(shape: DecoderShape) -> int:

@@ -17,7 +17,15 @@ from typing import Protocol
 
 import numpy as np
 
-from jaxscale.sharding.hlo import KINDS, Instruction, Program, count_trips, read_arrays, split_top
+from jaxscale.sharding.hlo import (
+    KINDS,
+    Instruction,
+    Program,
+    count_bytes,
+    count_trips,
+    read_arrays,
+    split_top,
+)
 
 
 class MeshShape(Protocol):
@@ -236,13 +244,9 @@ def _measure(result: str) -> tuple[tuple[str, ...], int, int]:
     """(dtypes, elements, bytes) of an HLO type, such as `(f32[4,8]{1,0:T(8,128)}, bf16[2])`."""
     dtypes, elements, size_bytes = [], 0, 0
     for dtype, shape in read_arrays(result):
-        count = math.prod(shape)
-        bits = re.match(r"(?:bf|[fsuc])(\d+)", dtype)
-        if bits is None and dtype != "pred":
-            raise ValueError(f"the dtype {dtype} of a collective has an unknown size")
         dtypes.append(dtype)
-        elements += count
-        size_bytes += math.ceil(count * (int(bits[1]) if bits else 8) / 8)
+        elements += math.prod(shape)
+        size_bytes += count_bytes(dtype, shape)
     return tuple(dict.fromkeys(dtypes)), elements, size_bytes
 
 

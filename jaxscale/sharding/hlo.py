@@ -1,5 +1,6 @@
 """The text of an optimised HLO module as computations of instructions, and the trip counts of its loops."""
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -241,6 +242,17 @@ def read_arrays(hlo_type: str) -> list[tuple[str, tuple[int, ...]]]:
         (dtype, tuple(int(size) for size in re.findall(r"\d+", dims)))
         for dtype, dims in re.findall(r"\b([a-z]\w*)\[([\d,<=]*)\]", hlo_type)
     ]
+
+
+def count_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of an array, its dtype by HLO's name: `bf16`, `f8e4m3fn`, `s4`, `pred`.
+
+    Raises ValueError if the name says no size.
+    """
+    bits = re.match(r"(?:bf|[fsuc])(\d+)", dtype)
+    if bits is None and dtype != "pred":
+        raise ValueError(f"the dtype {dtype} has an unknown size")
+    return math.ceil(math.prod(shape) * (int(bits[1]) if bits else 8) / 8)
 
 
 def read_host_places(hlo_type: str) -> list[bool]:

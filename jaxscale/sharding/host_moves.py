@@ -1,12 +1,17 @@
 """What a compiled program moves between the device and its host, read from its HLO."""
 
-import math
 from dataclasses import dataclass
 
-from jaxscale.sharding.hlo import Instruction, Program, count_trips, read_arrays, read_host_places
+from jaxscale.sharding.hlo import (
+    Instruction,
+    Program,
+    count_bytes,
+    count_trips,
+    read_arrays,
+    read_host_places,
+)
 
 _MOVES = ("copy-start", "dynamic-slice-start", "dynamic-update-slice-start")
-_ITEM_BYTES = {"pred": 1, "bf16": 2, "f16": 2, "f32": 4, "f64": 8, "s32": 4, "u32": 4, "s8": 1, "u8": 1}
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,5 @@ def _measure(instruction: Instruction) -> HostMoves:
 
 
 def _count(array: tuple[str, tuple[int, ...]], *, to_host: bool) -> HostMoves:
-    dtype, shape = array
-    size = math.prod(shape) * _ITEM_BYTES[dtype]
+    size = count_bytes(*array)
     return HostMoves(to_host=size) if to_host else HostMoves(to_device=size)

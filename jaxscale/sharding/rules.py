@@ -155,6 +155,18 @@ def iterate_leaves(tree: Any) -> Iterator[tuple[str, Any]]:
         yield jax.tree_util.keystr(path, simple=True, separator="/"), leaf
 
 
+def nest_by_name(named: Mapping[str, Any]) -> dict[str, Any]:
+    """The same leaves as nested dicts: {"a/b": x} becomes {"a": {"b": x}}."""
+    nested: dict[str, Any] = {}
+    for name, leaf in named.items():
+        *parents, last = name.split("/")
+        inner = nested
+        for key in parents:
+            inner = inner.setdefault(key, {})
+        inner[last] = leaf
+    return nested
+
+
 def lay_leaves(
     shapes: Any,
     rules: Mapping[str, tuple[str, ...]],

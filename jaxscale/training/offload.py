@@ -18,10 +18,9 @@ import optax
 from jax import lax
 from jax.sharding import Mesh
 
-from jaxscale.checkpoint.leaves import nest_by_name
 from jaxscale.config import Config
 from jaxscale.models.model import Params
-from jaxscale.sharding.rules import Leaf, iterate_leaves
+from jaxscale.sharding.rules import Leaf, iterate_leaves, nest_by_name
 from jaxscale.sharding.zero import Layouts
 from jaxscale.training.optimizer import apply_update
 from jaxscale.training.optimizer_layout import HOST_MEMORY, find_owner

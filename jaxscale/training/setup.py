@@ -105,7 +105,14 @@ class Setup:
         Raises:
           UserError: as `trace_step`, or a layout is not what the compiler made.
         """
-        traced = self.trace_step(with_gradients=with_gradients)
+        return self.compile_traced(self.trace_step(with_gradients=with_gradients))
+
+    def compile_traced(self, traced: jax.stages.Traced) -> Compiled:
+        """Compiles what `trace_step` traced, and checks its layouts.
+
+        Raises:
+          UserError: a layout is not what the compiler made.
+        """
         with self.ambient():
             compiled = traced.lower().compile()
         check_layouts(compiled, self.abstract_state, self.layouts, self.config)
