@@ -11,7 +11,7 @@ Dim letters used for array suffixes everywhere (`q_BTNH`):
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -153,6 +153,13 @@ def iterate_leaves(tree: Any) -> Iterator[tuple[str, Any]]:
     """Yields (path, leaf) of nested dicts, path as `layers/attention/query/kernel`."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         yield jax.tree_util.keystr(path, simple=True, separator="/"), leaf
+
+
+def map_leaves(change: Callable[..., Any], tree: Any, *others: Any) -> Any:
+    """A tree like the first, of `change(path, leaf, *leaves of others)`; paths as in `iterate_leaves`."""
+    leaves = zip(iterate_leaves(tree), *map(jax.tree.leaves, others), strict=True)
+    changed = [change(path, leaf, *more) for (path, leaf), *more in leaves]
+    return jax.tree.unflatten(jax.tree.structure(tree), changed)
 
 
 def nest_by_name(named: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,13 +5,14 @@ and scales a leaf as a whole. Here every layer is a matrix of its own, as if lay
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxscale.sharding.rules import Leaf, iterate_leaves
+from jaxscale.sharding.rules import Leaf, iterate_leaves, map_leaves
 from jaxscale.training.matrices import Sides, find_sides, find_stacked
 
 MIN_SCALE = 1e-3  # epsilon 2 of the paper: parameters that are zero still move
@@ -58,8 +59,7 @@ def scale_by_factored_moments(
             return jnp.zeros(shape, leaf.dtype)
 
         def make_tree(part: str) -> Any:
-            made = [make(path, leaf, part) for path, leaf in iterate_leaves(params)]
-            return jax.tree.unflatten(jax.tree.structure(params), made)
+            return map_leaves(partial(make, part=part), params)
 
         return FactoredMoments(jnp.zeros((), jnp.int32), *map(make_tree, FactoredMoments._fields[1:]))
 
@@ -115,14 +115,7 @@ def scale_by_matrix_rms(leaves: Mapping[str, Leaf]) -> optax.GradientTransformat
 
 
 def _map_matrices(change: Any) -> optax.GradientTransformation:
-    def update(updates: Any, params: Any) -> Any:
-        changed = [
-            change(path, u, parameter)
-            for (path, u), parameter in zip(iterate_leaves(updates), jax.tree.leaves(params), strict=True)
-        ]
-        return jax.tree.unflatten(jax.tree.structure(updates), changed)
-
-    return optax.stateless(update)
+    return optax.stateless(lambda updates, params: map_leaves(change, updates, params))
 
 
 def _measure_rms(leaf: Leaf, x: jax.Array) -> jax.Array:

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 
 from jaxscale.config import PrecisionConfig
 from jaxscale.numerics.policy import matmul_precision
-from jaxscale.sharding.rules import Axes, Leaf, iterate_leaves
+from jaxscale.sharding.rules import Axes, Leaf, iterate_leaves, map_leaves
 from jaxscale.sharding.zero import Layouts, dim_axes
 from jaxscale.training.matrices import Sides, find_sides, is_table
 
@@ -83,8 +83,7 @@ def scale_by_muon(
 
     def update(updates: Any, params: Any) -> Any:
         with matmul_precision(precision):
-            changed = [change(path, x) for path, x in iterate_leaves(updates)]
-        return jax.tree.unflatten(jax.tree.structure(updates), changed)
+            return map_leaves(change, updates)
 
     return optax.stateless(update)
 

@@ -10,7 +10,7 @@ import optax
 
 from jaxscale.config import OptimizerConfig, PrecisionConfig, UserError, check_origin
 from jaxscale.numerics.policy import DTYPES, widen
-from jaxscale.sharding.rules import Leaf, iterate_leaves
+from jaxscale.sharding.rules import Leaf, map_leaves
 from jaxscale.sharding.zero import Layouts
 from jaxscale.training import adafactor
 from jaxscale.training.matrices import UNDECAYED_NAMES
@@ -106,8 +106,7 @@ def _muon(
     read = config.settings
 
     def label(params: Any) -> Any:
-        labels = ["muon" if find_muon_sides(leaves[path]) else "adamw" for path, _ in iterate_leaves(params)]
-        return jax.tree.unflatten(jax.tree.structure(params), labels)
+        return map_leaves(lambda path, _: "muon" if find_muon_sides(leaves[path]) else "adamw", params)
 
     orthogonal = scale_by_muon(leaves, layouts, precision, steps=read["ns_steps"])
     muon = optax.chain(_momentum(config, precision), orthogonal)
@@ -133,8 +132,7 @@ def apply_update(
 
 def mask_decay(params: Any, leaves: Leaves) -> Any:
     """True for the leaves that weight decay pulls on: matrices and tables, not norms, biases and vectors."""
-    marks = [is_decayed(leaves[path]) for path, _ in iterate_leaves(params)]
-    return jax.tree.unflatten(jax.tree.structure(params), marks)
+    return map_leaves(lambda path, _: is_decayed(leaves[path]), params)
 
 
 def is_decayed(leaf: Leaf) -> bool:

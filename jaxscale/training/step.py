@@ -19,7 +19,7 @@ from jaxscale.config import Config
 from jaxscale.mesh import BATCH_AXES
 from jaxscale.models.model import Batch, Model, Params
 from jaxscale.numerics.policy import DTYPES, compute_dtype, matmul_precision
-from jaxscale.sharding.rules import iterate_leaves
+from jaxscale.sharding.rules import map_leaves
 from jaxscale.sharding.zero import Layouts
 from jaxscale.training.fp8_scaling import are_finite, make_fp8_weights, record_amaxes
 from jaxscale.training.gradients import Use, make_gradient_sums
@@ -60,11 +60,12 @@ def describe_batch(config: Config, layouts: Layouts) -> dict[str, jax.ShapeDtype
 
 def make_weights(params: Params, layouts: Layouts, dtype: jnp.dtype) -> Params:
     """The weights in use: cast while they lie in shards, then gathered as far as the ZeRO stage says."""
-    cast = [
-        fetch_parameter(leaf, layouts.leaves[path], leaf.dtype if layouts.leaves[path].is_exempt else dtype)
-        for path, leaf in iterate_leaves(params)
-    ]
-    return _lay(jax.tree.unflatten(jax.tree.structure(params), cast), layouts.weights)
+
+    def cast(path: str, leaf: jax.Array) -> jax.Array:
+        rule = layouts.leaves[path]
+        return fetch_parameter(leaf, rule, leaf.dtype if rule.is_exempt else dtype)
+
+    return _lay(map_leaves(cast, params), layouts.weights)
 
 
 def make_step(

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxscale.numerics.draw import make_key
 from jaxscale.numerics.policy import matmul_precision
-from jaxscale.sharding.rules import iterate_leaves
+from jaxscale.sharding.rules import iterate_leaves, map_leaves
 from jaxscale.training.optimizer_layout import find_owner
 from jaxscale.training.schedule import learning_rate
 from jaxscale.training.setup import Compiled, Setup
@@ -167,8 +167,7 @@ def disturb(params: Any) -> Any:
         moved = values + (DISTURBANCE * rng.standard_normal(values.shape)).astype(values.dtype)
         return jax.device_put(moved, leaf.sharding) if isinstance(leaf, jax.Array) else moved
 
-    leaves = [move(path, leaf) for path, leaf in iterate_leaves(params)]
-    return jax.tree.unflatten(jax.tree.structure(params), leaves)
+    return map_leaves(move, params)
 
 
 def place_batch(setup: Setup, arrays: Arrays) -> dict[str, jax.Array]:
