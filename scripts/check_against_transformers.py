@@ -18,7 +18,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from jaxscale.config import parse_config
 from jaxscale.models.build import shape_decoder, split_decoder
-from jaxscale.models.decoder import DecoderShape, Tokens
+from jaxscale.models.decoder import Tokens
+from jaxscale.models.shape import DecoderShape
 from jaxscale.sharding.rules import iterate_leaves
 
 LAYERS, EMBED, HEADS, KV_HEADS, MLP, VOCAB, LENGTH = 3, 128, 4, 2, 160, 300, 48
