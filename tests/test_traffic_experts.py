@@ -1,0 +1,134 @@
+"""What the compiled step of a model with experts sends, against the closed forms; as `tests/test_traffic.py`.
+
+The default cases hold one of each thing that can be otherwise; the whole product of meshes, ZeRO stages,
+microbatches and remat is under `full`.
+"""
+
+import itertools
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import pytest
+
+from jaxscale.inspection.traffic import NEGLIGIBLE, TOLERANCE, tabulate_traffic
+from jaxscale.sharding.collectives import Collective, read_collectives
+from jaxscale.training.setup import Setup, make_setup
+from tests.chips import describe_gpu
+from tests.test_traffic import VOCAB, Row, check_traffic, expect_traffic, make_cpu_setup, make_traffic_config
+
+MOE: dict[str, Any] = {"experts": 8, "top_k": 2, "mlp": 256, "exchange": "capacity"}
+MESHES: dict[str, dict[str, int]] = {
+    "expert8": {"expert": 8},
+    "expert4_fsdp2": {"expert": 4, "fsdp": 2},
+    "data2_expert2_tensor2": {"data": 2, "expert": 2, "tensor": 2},
+}
+TOKENS, EMBED, LAYERS, DEVICES = 8 * 128, 256, 3, 8  # of a microbatch, on all devices
+
+
+def make_expert_setup(mesh: str, stage: int, microbatches: int, remat: Any = "none", **moe: Any) -> Setup:
+    return make_cpu_setup(
+        make_traffic_config(
+            MESHES[mesh], stage, microbatches, precision="fp32", remat=remat, moe={**MOE, **moe}
+        )
+    )
+
+
+def list_collectives(setup: Setup) -> list[Collective]:
+    """Of the compiled step; LLVM at its least effort, which has no part in collectives."""
+    lowered = setup.trace_step()
+    with setup.ambient():
+        options: Any = {"xla_backend_optimization_level": 0}
+        text = lowered.lower().compile(compiler_options=options).as_text()
+    assert text is not None
+    return read_collectives(text, setup.mesh)
+
+
+def count_elements(collectives: list[Collective]) -> Counter[Row]:
+    sent: Counter[Row] = Counter()
+    for row in tabulate_traffic(collectives):
+        assert row.elements is not None
+        sent[row.axes, row.kind] = row.elements
+    return sent
+
+
+def check(setup: Setup) -> Counter[Row]:
+    """Every row of either side is within 5 % of the other; returns what was measured."""
+    sent, expected = count_elements(list_collectives(setup)), expect_traffic(setup)
+    negligible = NEGLIGIBLE * sum(sent.values())
+    for row in sent | expected:
+        difference = abs(sent[row] - expected[row])
+        assert difference <= max(TOLERANCE * expected[row], negligible), (row, sent[row], expected[row])
+    return sent
+
+
+@cache
+def check_usual() -> Counter[Row]:
+    """Two axes of the batch, one microbatch, nothing computed again."""
+    return check(make_expert_setup("expert4_fsdp2", 3, 1))
+
+
+def test_two_exchanges_in_each_pass_and_no_gather_of_tokens() -> None:
+    """Capacity 1.25 of 2 choices: 2.5 rows a token each way."""
+    sent = check_usual()
+    assert sent[("expert",), "all-to-all"] == 4 * LAYERS * EMBED * 2.5 * TOKENS / DEVICES
+    gathers = [
+        each
+        for each in list_collectives(make_expert_setup("expert4_fsdp2", 3, 1))
+        if each.kind == "all-gather" and "expert" in each.axes
+    ]
+    assert gathers, "what the optimizer keeps over `expert` is gathered once a step"
+    assert all(each.op_name == "jit(step)/sharding_constraint" for each in gathers), gathers
+
+
+def test_what_a_dispatch_sends_does_not_grow_with_the_experts() -> None:
+    """8 experts have room for 40 tokens of a sequence each, 64 for 5."""
+    sent = check(make_expert_setup("expert4_fsdp2", 3, 1, experts=64))
+    assert sent[("expert",), "all-to-all"] == check_usual()[("expert",), "all-to-all"]
+
+
+def test_a_counting_pass_shared_experts_and_recomputation_send_what_they_should() -> None:
+    """Several microbatches, the first layer dense, and the load of the whole step counted beforehand."""
+    moe = {"balance_scope": "step", "shared_experts": 2, "mlp": 128, "first_dense": 1}
+    sent = check(make_expert_setup("data2_expert2_tensor2", 1, 4, "full", **moe))
+    dispatched = (4 + 2 + 2) * 4 * 2 * EMBED * 2.5 * TOKENS / DEVICES
+    assert sent[("expert",), "all-to-all"] == dispatched
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_every_mesh_and_stage_carries_what_the_closed_form_says(
+    mesh: str, stage: int, microbatches: int, remat: str
+) -> None:
+    sent = check(make_expert_setup(mesh, stage, microbatches, remat))
+    exchanges = 6 if remat == "full" else 4
+    elements = exchanges * microbatches * LAYERS * EMBED * 2.5 * TOKENS / DEVICES
+    assert sent[("expert",), "all-to-all"] == elements
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "switch": {"top_k": 1, "router": "softmax", "experts": 64, "every": 3},
+    "deepseek": {"router": "sigmoid", "balance": "loss+bias", "shared_experts": 1, "first_dense": 2},
+    "microbatch": {"balance_scope": "microbatch", "overflow": "reroute", "z_coef": 1e-3},
+    "step": {"balance_scope": "step", "first_dense": 1},
+}
+REMATS: tuple[Any, ...] = ("attention", "matmuls", {"policy": "full", "keep": ["expert_out"]})
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("kind", "remat"), itertools.product(KINDS, REMATS), ids=str)
+def test_every_kind_of_experts_sends_what_the_closed_form_says(kind: str, remat: Any) -> None:
+    for mesh in MESHES:
+        check(make_expert_setup(mesh, 3, 4, remat, **KINDS[kind]))
+
+
+@pytest.mark.chips
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_h100_sends_what_the_closed_form_says(mesh: str, stage: int, microbatches: int) -> None:
+    config = make_traffic_config(MESHES[mesh], stage, microbatches, precision="bf16", remat="full", moe=MOE)
+    check_traffic(make_setup(config, describe_gpu(8, **MESHES[mesh]), VOCAB))
