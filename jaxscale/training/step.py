@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxscale.config import Config
 from jaxscale.mesh import BATCH_AXES
 from jaxscale.models.model import Batch, Model, Params
-from jaxscale.numerics.policy import DTYPES, compute_dtype, matmul_precision
+from jaxscale.numerics.policy import DTYPES, compute_dtype, matmul_precision, widen
 from jaxscale.sharding.rules import map_leaves
 from jaxscale.sharding.zero import Layouts
 from jaxscale.training.fp8_scaling import are_finite, make_fp8_weights, record_amaxes
@@ -103,7 +103,8 @@ def make_step(
             fp8 = make_fp8_weights(state.params, state.fp8, model, layouts, config.fp8)
             factor = find_loss_factor(state.loss_scale, config.batch)
             inputs = make_inputs(model.routers, state.routers)
-            use = Use(fp8, factor, inputs, find_penalty_factor(model.routers, batch))
+            wide = widen(compute_dtype(config.precision))
+            use = Use(fp8, factor, inputs, find_penalty_factor(model.routers, batch, wide))
             sums = sum_gradients(weights, use, {**batch, "sequences": numbers})
         weight = jnp.maximum(sums.weight, 1.0)
         divisor = weight if factor is None else weight * factor

@@ -25,7 +25,7 @@ from jaxscale.models.model import Model
 from jaxscale.sharding.rules import lay_leaves, raise_problems
 from jaxscale.training.setup import Compiled, Setup, find_batch_problems, find_strategy, make_setup
 from jaxscale.verify.batches import make_batch
-from jaxscale.verify.cases import Case, LeftOut, apply_case, plan_cases
+from jaxscale.verify.cases import Case, LeftOut, apply_case, fixes_microbatches, plan_cases
 from jaxscale.verify.compare import (
     FP32_LIMITS,
     FP64_LIMITS,
@@ -263,7 +263,8 @@ def make_oracle(
         make_batch(batch, vocab, step, shards=device_count, microbatches=several) for step in range(STEPS)
     ]
     with jax.default_device(devices[0]):
-        reference = make_reference(setup, batches)
+        parts = batch.microbatches if fixes_microbatches(config) else 1
+        reference = make_reference(setup, batches, parts)
         plain = reference.trace(config.optimizer.clip_norm)
         half = float(plain.grad_norms[0]) / 2 or None
         clipped = reference.trace(half)
@@ -323,6 +324,11 @@ def _prepare(config: Config, *, fp64: bool) -> tuple[Config, tuple[str, ...]]:
         f"{config.optimizer.peak_lr:g} after {config.optimizer.warmup_tokens:,} tokens"
     )
     notes.append(f"leaves that start as zeros or ones are moved by about {DISTURBANCE}, so that faults show")
+    if fixes_microbatches(config):
+        notes.append(
+            "moe.balance_scope=microbatch makes the number of microbatches part of the mathematics: none but "
+            f"batch.microbatches={batch.microbatches} is tried"
+        )
     model = config.model
     if isinstance(model, ModelConfig) and model.attention not in ("auto", "xla"):
         notes.append(f"attention is xla: no CPU runs {model.attention}")
