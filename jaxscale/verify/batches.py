@@ -38,7 +38,7 @@ def make_batch(
 
 
 def _choose_padding(rng: np.random.Generator, batch: BatchConfig) -> np.ndarray:
-    """Places of padding at the end of each sequence, [sequences, 1]; one in four has some, one in eight all."""
+    """Places of padding at the end of each sequence [sequences, 1]; one in eight is nothing else."""
     places = np.minimum(rng.integers(0, 2 * batch.length, batch.sequences), batch.length)
     return np.where(rng.random(batch.sequences) < 0.25, places, 0)[:, None]
 
