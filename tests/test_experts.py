@@ -17,6 +17,7 @@ from jaxscale.config import Config
 from jaxscale.models.build import build_decoder, complete_shape
 from jaxscale.models.experts import Experts
 from jaxscale.models.model import RouterInputs
+from jaxscale.models.router import Scores, count_choices, sum_balance
 from jaxscale.numerics.draw import make_key
 from jaxscale.sharding.rules import iterate_leaves
 from jaxscale.training.routers import RouterState
@@ -119,11 +120,37 @@ def plain_experts() -> Iterator[None]:
         yield
 
 
-def find_reference(config: Config, params: Any, arrays: dict[str, np.ndarray], bias: Any = None) -> tuple:
-    """((loss, balance, z), gradients, chosen [L, B, T, E]) of the whole step."""
+@dataclass(frozen=True)
+class Reading:
+    """What the plain reading of a step comes to."""
+
+    initial: Any
+    figures: tuple
+    """Loss, balance and z, means over tokens, summed over layers."""
+    gradients: dict[str, np.ndarray]
+    chosen_LBTE: np.ndarray
+
+
+_readings: dict[str, Reading] = {}
+
+
+def read_step(config: Config, bias: Any = None) -> Reading:
+    """The plain reading of the step, made once for all meshes."""
+    assert config.moe is not None
+    is_cut = config.moe.balance_scope == "microbatch"
+    alike = replace(config, batch=replace(config.batch, microbatches=config.batch.microbatches * is_cut or 1))
+    # Both exchanges read alike: there is room for all.
+    key = repr((replace(config.moe, exchange="capacity"), config.model, alike.batch, bias is None))
+    if key not in _readings:
+        _readings[key] = _read_step(alike, make_arrays(config), bias)
+    return _readings[key]
+
+
+def _read_step(config: Config, arrays: dict[str, np.ndarray], bias: Any) -> Reading:
     moe = config.moe
     assert moe is not None
     model = build_decoder(complete_shape(config, vocab=VOCAB, platform="cpu"))
+    params = jax.jit(model.init)(make_key(config.seed))
     is_routed = jnp.asarray(arrays["segments"] > 0)
     rows, count = config.batch.sequences, config.batch.microbatches
     scopes = {
@@ -151,7 +178,8 @@ def find_reference(config: Config, params: Any, arrays: dict[str, np.ndarray], b
 
     with plain_experts():
         gradients, (figures, chosen) = jax.jit(jax.grad(objective, has_aux=True))(params)
-    return figures, gradients, chosen
+    collected = {path: np.asarray(leaf) for path, leaf in iterate_leaves(gradients)}
+    return Reading(jax.tree.map(np.asarray, params), figures, collected, np.asarray(chosen))
 
 
 @dataclass(frozen=True)
@@ -185,22 +213,24 @@ def find_errors(gradients: dict[str, np.ndarray], expected: dict[str, np.ndarray
     }
 
 
-def check_step(config: Config, bias: Any = None) -> None:
-    arrays = make_arrays(config)
-    step = run_step(config, arrays, bias)
-    (loss, balance, z), expected, chosen = find_reference(config, step.initial, arrays, bias)
-    metrics, layers = step.metrics, chosen.shape[0]
+def check_step(config: Config, bias: Any = None) -> Step:
+    step, reading = run_step(config, make_arrays(config), bias), read_step(config, bias)
+    jax.tree.map(np.testing.assert_array_equal, step.initial, reading.initial)
+    (loss, balance, z), chosen = reading.figures, reading.chosen_LBTE
+    metrics, layers = step.metrics, len(chosen)
     np.testing.assert_allclose(metrics["loss"], loss, rtol=2e-6)
-    np.testing.assert_allclose(metrics["balance"], balance / layers, rtol=1e-5)
+    balance_coef = config.moe.balance_coef if config.moe.has_loss else 0
+    np.testing.assert_allclose(metrics["balance"], balance / layers * bool(balance_coef), rtol=1e-5)
     np.testing.assert_allclose(metrics["router_z"], z / layers, rtol=1e-5)
     even = chosen.sum((1, 2, 3))[:, None] / chosen.shape[-1]
     np.testing.assert_allclose(metrics["load"], chosen.sum((1, 2)) / even, rtol=1e-6)
     assert metrics["drop_fraction"] == 0
-    errors = find_errors(step.gradients, {path: np.asarray(leaf) for path, leaf in iterate_leaves(expected)})
+    errors = find_errors(step.gradients, reading.gradients)
     if config.model.family == "gpt2":  # softmax takes a key's bias out again: its gradient is rounding
         errors = {path: error for path, error in errors.items() if not path.endswith("key/bias")}
     worst = max(errors, key=errors.__getitem__)
     assert errors[worst] <= 1e-5, f"{worst}: {errors[worst]:.1e}"
+    return step
 
 
 def check_parity(
@@ -276,9 +306,88 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_routers_and_layers_of_every_kind_equal_the_plain_reading(kind: str) -> None:
     moe, model = KINDS[kind]
-    check_parity(
-        {"exchange": "capacity", "capacity_factor": 8.0, **moe},
-        MESHES["expert2_fsdp2_tensor2"],
-        4,
-        model=model,
+    moe = {"exchange": "capacity", "capacity_factor": 8.0, **moe}
+    check_parity(moe, MESHES["expert2_fsdp2_tensor2"], 4, model=model)
+
+
+# The balance loss
+
+SCOPES = ("sequence", "microbatch", "step")
+ROUTER = "expert_layers/experts/router/kernel"
+
+
+def check_balance(scope: str, mesh: str, microbatches: int, remat: str = "none") -> None:
+    """Of a coefficient so large that the router's gradient is the balance loss's."""
+    moe = {"exchange": "capacity", "balance_scope": scope, "balance_coef": 1000.0}
+    check_parity(moe, MESHES[mesh], microbatches, remat, model={"layers": 1})
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_the_balance_loss_reaches_the_router_alike_on_a_mesh(scope: str) -> None:
+    check_balance(scope, "expert2_data2_tensor2", 4, "full")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("scope", SCOPES)
+def test_the_balance_loss_reaches_the_router_alike_everywhere(
+    scope: str, mesh: str, microbatches: int, remat: str
+) -> None:
+    check_balance(scope, mesh, microbatches, remat)
+
+
+def test_the_scope_of_a_microbatch_alone_depends_on_their_number() -> None:
+    def read(scope: str, count: int) -> np.ndarray:
+        moe = {"exchange": "capacity", "balance_scope": scope, "balance_coef": 1000.0}
+        config = make_moe_config(moe, batch={"microbatches": count}, model={"layers": 1})
+        return read_step(config).gradients[ROUTER]
+
+    def find_change(scope: str) -> float:
+        one, four = read(scope, 1), read(scope, 4)
+        return float(np.linalg.norm(four - one) / np.linalg.norm(one))
+
+    assert find_change("sequence") == find_change("step") == 0
+    assert find_change("microbatch") > 0.01
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_an_even_load_costs_the_coefficient_and_one_expert_for_all_as_many_times_as_there_are(
+    scope: str,
+) -> None:
+    experts, tokens = 4, 8
+
+    def find_balance(logits_TE: jax.Array, choice_TK: jax.Array) -> jax.Array:
+        scores = Scores(logits_TE[None], *[jax.nn.softmax(logits_TE)[None]] * 2)
+        is_routed = jnp.ones((1, tokens), bool)
+        load = count_choices(choice_TK[None], is_routed, experts)
+        return sum_balance(scores, is_routed, load, load.sum(-1)) / tokens
+
+    everyone = jnp.arange(tokens)[:, None] + jnp.arange(2)
+    np.testing.assert_allclose(find_balance(jnp.zeros((tokens, experts)), everyone % experts), 1, rtol=1e-6)
+    sure = jnp.where(jnp.arange(experts) == 2, 100.0, 0.0) * jnp.ones((tokens, 1))
+    np.testing.assert_allclose(find_balance(sure, jnp.full((tokens, 1), 2)), experts, rtol=1e-6)
+
+
+# Routers of a run
+
+
+def make_bias(config: Config) -> np.ndarray:
+    moe = config.moe
+    assert moe is not None
+    shape = (config.model.layers - moe.first_dense, moe.experts)
+    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
+
+
+def test_a_bias_moves_the_choice_and_follows_the_load_of_the_whole_step() -> None:
+    moe = {"router": "sigmoid", "balance": "bias", "bias_rate": 0.25, "exchange": "capacity"}
+    config = make_moe_config(
+        {**moe, "capacity_factor": 8.0}, mesh=MESHES["expert2_data2_tensor2"], batch={"microbatches": 4}
     )
+    bias = make_bias(config)
+    step = check_step(config, bias)  # also that balance "bias" adds no loss
+    load = read_step(config, bias).chosen_LBTE.sum((1, 2))
+    expected = bias + 0.25 * np.sign(load.mean(-1, keepdims=True) - load)
+    np.testing.assert_array_equal(np.asarray(step.state.routers.bias), expected.astype(np.float32))
+    assert (read_step(config).chosen_LBTE != read_step(config, bias).chosen_LBTE).any()
