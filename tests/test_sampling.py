@@ -59,7 +59,8 @@ def make_forward(family):
     @jax.jit
     def forward(params, ids_T):
         places_BT = jnp.arange(LENGTH, dtype=jnp.int32)[None]
-        x_BTD = nnx.merge(definition, params)(Tokens(ids_T[None], places_BT, jnp.ones_like(places_BT)))
+        tokens = Tokens(ids_T[None], places_BT, jnp.ones_like(places_BT))
+        x_BTD, _ = nnx.merge(definition, params)(tokens)
         return x_BTD[0] @ params["embed"]["table"][:VOCAB].T
 
     def pad_and_run(ids):
@@ -98,7 +99,7 @@ def test_cached_decoding_gives_the_logits_of_the_whole_forward_pass(family, mesh
     assert np.abs(expected).max() > 1
 
     device_mesh = make_mesh(mesh, jax.devices()[: mesh.tensor])
-    rules = decoder_rules(family, tied=True)
+    rules = decoder_rules(make_shape(family))
     params = jax.device_put(params, plan_layouts(params, rules, device_mesh, 3).params)
     with jax.set_mesh(device_mesh):
         extend = jax.jit(lambda params, *inputs: nnx.merge(definition, params).extend(*inputs))

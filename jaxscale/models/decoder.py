@@ -16,7 +16,7 @@ from jax import lax
 from jaxscale.models.attention import attend, attend_visible
 from jaxscale.models.experts import Experts
 from jaxscale.models.layers import Mlp, Norm, Projection, project
-from jaxscale.models.model import ExpertSums, RouterInputs
+from jaxscale.models.model import NO_INPUTS, ExpertSums, RouterInputs
 from jaxscale.models.remat import DECODER_MATMULS, name_tensor, remat
 from jaxscale.models.rotary import Rotation, make_rotation, rotate
 from jaxscale.models.shape import DecoderShape
@@ -179,7 +179,7 @@ class Decoder(nnx.Module):
             self.head = Table(rngs, shape.vocab, shape.padded_vocab, shape.embed, std)
 
     def __call__(
-        self, tokens: Tokens, inputs: RouterInputs, keys_B: jax.Array | None
+        self, tokens: Tokens, inputs: RouterInputs = NO_INPUTS, keys_B: jax.Array | None = None
     ) -> tuple[jax.Array, ExpertSums | None]:
         """Final hidden states x_BTD in the compute dtype, and what layers with experts add up to.
 
@@ -212,8 +212,8 @@ class Decoder(nnx.Module):
         tokens: Tokens,
         labels_BT: jax.Array,
         weights_BT: jax.Array,
-        inputs: RouterInputs,
-        keys_B: jax.Array | None,
+        inputs: RouterInputs = NO_INPUTS,
+        keys_B: jax.Array | None = None,
     ) -> tuple[jax.Array, ExpertSums | None]:
         """Weighted sum of next-token cross-entropies, nats, fp32 scalar, and the sums of the experts."""
         x_BTD, sums = self(tokens, inputs, keys_B)
@@ -221,7 +221,7 @@ class Decoder(nnx.Module):
         return loss, sums
 
     def extend(
-        self, ids_BT: jax.Array, start: jax.Array, cache: Cache, inputs: RouterInputs
+        self, ids_BT: jax.Array, start: jax.Array, cache: Cache, inputs: RouterInputs = NO_INPUTS
     ) -> tuple[jax.Array, Cache]:
         """Decoding: T new tokens from slot `start` on.
 
@@ -239,7 +239,7 @@ class Decoder(nnx.Module):
         split = [self.shape.dense_layers]
         dense, experts = zip(*(jnp.split(kept, split) for kept in cache), strict=True)
         x_BTD, dense, experts = self._visit_layers(
-            visit_layer, visit_layer, x_BTD, (RouterInputs(), dense), (inputs, experts), wrap=lambda run: run
+            visit_layer, visit_layer, x_BTD, (NO_INPUTS, dense), (inputs, experts), wrap=lambda run: run
         )
         kept = [part for part in (dense, experts) if part is not None]
         cache = Cache(*(jnp.concatenate(parts) for parts in zip(*kept, strict=True)))
