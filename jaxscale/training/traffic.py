@@ -52,6 +52,7 @@ class _Parameter:
     path: str
     is_split: bool
     """Whether the model takes it apart over devices by itself (`Model.split_dims`), as experts' kernels."""
+    is_router: bool
     layers: int
     """Of a stacked parameter; 1 of any other."""
     used: int
@@ -78,7 +79,7 @@ def expected_traffic(setup: Setup) -> list[ExpectedTraffic]:
     ]
     if setup.shape is not None:
         rows += [*_expect_vocabulary(setup, setup.shape), *_expect_tensor(setup, setup.shape)]
-        rows += _expect_dispatch(setup, setup.shape)
+        rows += [*_expect_routers(setup, setup.shape), *_expect_dispatch(setup, setup.shape)]
     return [row for row in rows if row.elements]
 
 
@@ -95,6 +96,7 @@ def _measure_parameters(setup: Setup) -> list[_Parameter]:
             _Parameter(
                 path=leaf.path,
                 is_split=not layouts.split_dims.isdisjoint(leaf.dims),
+                is_router="router" in leaf.dims,
                 layers=leaf.shape[0] if "layers" in leaf.dims[:1] else 1,
                 used=used_elements,
                 gathered=used_elements * (sizes[ZERO_AXIS] if ZERO_AXIS in used else 1),
@@ -145,7 +147,7 @@ def _expect_zero_a_microbatch(setup: Setup, parameters: list[_Parameter]) -> Ite
             yield ExpectedTraffic(
                 axes, "reduce-scatter", times * parameter.gathered, f"{what}, for each microbatch"
             )
-        elif not is_looked_up:
+        elif not is_looked_up and not parameter.is_router:
             scattered = ZERO_AXIS in parameter.gradient_axes
             yield _reduce(
                 setup, axes, times * parameter.gathered, scattered, "gradients, for each microbatch"
@@ -204,9 +206,6 @@ def _expect_tensor(setup: Setup, shape: DecoderShape) -> Iterator[ExpectedTraffi
     tokens, tables = _tokens_a_device(setup), len(_find_tables(shape))
     sums = microbatches * _count_sums(setup, shape) + counted * (2 * shape.layers + _count_shared(shape))
     yield ExpectedTraffic(axes, "all-reduce", 2 * tokens * shape.embed * sums, "activations of the layers")
-    if shape.experts is not None:
-        elements = 2 * microbatches * shape.expert_layers * shape.embed * shape.experts.router.experts
-        yield ExpectedTraffic(axes, "all-reduce", elements, "routers' gradients")
     yield ExpectedTraffic(
         axes,
         "all-reduce",
@@ -236,6 +235,19 @@ def _count_shared(shape: DecoderShape) -> int:
     return shape.expert_layers if shape.experts is not None and shape.experts.shared else 0
 
 
+def _expect_routers(setup: Setup, shape: DecoderShape) -> Iterator[ExpectedTraffic]:
+    """Gradients of routers, which a region takes whole: summed over all axes that are automatic outside."""
+    if shape.experts is None:
+        return
+    sizes = setup.mesh.shape
+    batch = (axis for axis in BATCH_AXES if axis not in setup.layouts.reduction_axes)
+    axes = _in_order(setup.layouts, frozenset(axis for axis in (*batch, "tensor") if sizes[axis] > 1))
+    if axes:
+        kernel = shape.embed * shape.experts.router.experts
+        elements = 2 * setup.config.batch.microbatches * shape.expert_layers * kernel
+        yield ExpectedTraffic(axes, "all-reduce", elements, "routers' gradients, for each microbatch")
+
+
 def _expect_dispatch(setup: Setup, shape: DecoderShape) -> Iterator[ExpectedTraffic]:
     """Tokens on their way to experts and back, and their gradients the other way round."""
     experts, axes = shape.experts, ("expert",)
@@ -247,15 +259,23 @@ def _expect_dispatch(setup: Setup, shape: DecoderShape) -> Iterator[ExpectedTraf
     exchanges = (4 + again) * setup.config.batch.microbatches + 2 * _count_extra_passes(setup)
     rows = _count_dispatched(setup, experts)
     elements = exchanges * shape.expert_layers * rows * shape.embed
-    yield ExpectedTraffic(axes, "all-to-all", elements, "tokens to experts and back")
+    kind = "ragged-all-to-all" if experts.exchange == "ragged" else "all-to-all"
+    yield ExpectedTraffic(axes, kind, elements, "tokens to experts and back")
 
 
 def _count_dispatched(setup: Setup, experts: ExpertShape) -> int:
-    """Rows that a device sends one way."""
-    length, router = setup.config.batch.length, experts.router
-    assert experts.exchange == "capacity"
-    slots = count_slots(length, router.top_k, router.experts, experts.capacity_factor)
-    return router.experts * slots * _tokens_a_device(setup) // length
+    """Rows that a device sends one way: what its buffers hold, or without buffers one for each choice.
+
+    Where XLA lacks a ragged exchange, chunks are sent, to every device as large as could be needed.
+    """
+    length, router, tokens = setup.config.batch.length, experts.router, _tokens_a_device(setup)
+    if experts.exchange == "capacity":
+        slots = count_slots(length, router.top_k, router.experts, experts.capacity_factor)
+        return router.experts * slots * tokens // length
+    if experts.exchange == "ragged":
+        return router.top_k * tokens
+    devices = setup.mesh.shape["expert"]
+    return devices * tokens * min(router.top_k, router.experts // devices)
 
 
 def _expect_optimizer(setup: Setup) -> Iterator[ExpectedTraffic]:
