@@ -170,9 +170,8 @@ def _reduce(sums: Sums, specs: Params, manual: Axes) -> Sums:
     """
     leaves, structure = jax.tree.flatten(sums.gradients)
     own = [frozenset(spec_axes(spec)) for spec in jax.tree.leaves(specs)]
-    shared = [
-        None if axes else leaf.astype(widen(leaf.dtype)) for leaf, axes in zip(leaves, own, strict=True)
-    ]
+    wide = [leaf.astype(widen(leaf.dtype)) for leaf in leaves]
+    shared = [None if axes else leaf for leaf, axes in zip(wide, own, strict=True)]
     gradients = jax.tree.unflatten(structure, shared)
     whole = lax.psum(sums._replace(gradients=gradients, amaxes=None), manual)
     reduced = iter(jax.tree.leaves(whole.gradients))
