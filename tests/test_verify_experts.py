@@ -11,12 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from jaxscale.config import MeshConfig
 from jaxscale.models import experts as experts_module
 from jaxscale.models.build import shape_decoder
 from jaxscale.parallel import capacity
 from jaxscale.training import gradients, step
+from jaxscale.verify import oracle as oracle_module
 from jaxscale.verify.cases import Case, list_meshes, plan_cases
 from jaxscale.verify.compare import CaseResult
 from jaxscale.verify.precision import allow_fp64
@@ -41,6 +43,7 @@ MOE: dict[str, Any] = {
 PLANTED = Case(MeshConfig(expert=4, fsdp=2), 3, False, 4, "full", "half")
 CUBE = Case(MeshConfig(data=2, expert=2, tensor=2), 1, False, 1, "none", "config")
 KINDS: dict[str, dict[str, Any]] = {
+    "dropless": {"exchange": "dropless", "router": "softmax_kept", "balance": "loss"},
     "switch": {"top_k": 1, "router": "softmax", "balance": "loss", "priority": "probability"},
     "mixtral": {"router": "softmax_kept", "balance": "loss", "overflow": "reroute", "balance_scope": "step"},
     "deepseek": {
@@ -81,22 +84,32 @@ def test_experts_over_several_axes_pass(oracle: Oracle) -> None:
     assert 0 < min(routed) < max(routed) < 32 * 16
 
 
-def plant_reduction(monkeypatch: pytest.MonkeyPatch, choose: Any) -> None:
-    """Reduces each gradient over the axes that `choose(manual, right ones)` gives."""
+def test_choices_that_hang_on_rounding_are_noticed(oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two experts with one column of the router, and no bias between them."""
+    reference = oracle.reference
+    monkeypatch.setattr(oracle_module, "disturb_routers", lambda state: state)
+    kernel = np.array(reference.initial["expert_layers"]["experts"]["router"]["kernel"])
+    kernel[..., 1] = kernel[..., 0]
+    tree = jax.tree.map(lambda leaf: leaf, reference.initial)
+    tree["expert_layers"]["experts"]["router"]["kernel"] = kernel
+    alike = replace(reference, initial=tree)
+    with jax.default_device(oracle.devices[0]):
+        near = [each.is_near_tie(None, each.trace(None).loads) for each in (reference, alike)]
+    assert near == [False, True]
 
-    def reduce_over(manual: Any) -> Any:
-        def reduce(gradient: jax.Array, spec: Any) -> jax.Array:
-            laid = {axis for entry in spec if entry for axis in entry}
-            axes = choose(manual, tuple(axis for axis in manual if axis not in laid))
-            return lax.psum(gradient, axes) if axes else gradient
 
-        return reduce
+def plant_reduction(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    """Changes the layouts over manual axes that a gradient is taken to have, `expert` where it is split."""
+    right = gradients._reduce
 
-    monkeypatch.setattr(gradients, "_reduce_over", reduce_over)
+    def reduce(sums: Any, specs: Any, manual: Any) -> Any:
+        return right(sums, jax.tree.map(change, specs), manual)
+
+    monkeypatch.setattr(gradients, "_reduce", reduce)
 
 
 def test_experts_reduced_over_expert_are_caught(oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant_reduction(monkeypatch, lambda manual, right: manual)
+    plant_reduction(monkeypatch, lambda spec: PartitionSpec())
     result = check_caught(oracle, PLANTED, "gradient at step 1")
     assert result.worst_leaf is not None
     assert "/experts/" in result.worst_leaf
@@ -106,7 +119,7 @@ def test_experts_reduced_over_expert_are_caught(oracle: Oracle, monkeypatch: pyt
 def test_dense_leaves_not_reduced_over_expert_are_caught(
     oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plant_reduction(monkeypatch, lambda manual, right: tuple(axis for axis in right if axis != "expert"))
+    plant_reduction(monkeypatch, lambda spec: PartitionSpec("expert"))
     check_caught(oracle, PLANTED, "gradient at step 1", "gradient norm")
 
 

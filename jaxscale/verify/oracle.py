@@ -28,6 +28,7 @@ from jaxscale.verify.batches import Arrays
 
 STEPS = 3
 DISTURBANCE = 0.02  # standard deviation
+SHAKE = 40  # roundings of each weight, standard deviation: many times what a router's logits are off by
 COMPARED_STEPS = (1, 3)  # whose gradients are compared, leaf by leaf
 
 Leaves = dict[str, np.ndarray]  # by path
@@ -62,8 +63,10 @@ class Reference:
     step: Callable[..., Any]
     initial: Any
 
-    def trace(self, clip_norm: float | None) -> Trace:
+    def trace(self, clip_norm: float | None, *, shake: float = 0.0) -> Trace:
+        """Three steps; before the first, each weight is moved at random by so many of its roundings."""
         params, moments, bias = self._start()
+        params = _shake(params, shake) if shake else params
         history, gradients, loads = [], {}, []
         for number, batch in enumerate(self.batches, 1):
             limit = np.inf if clip_norm is None else clip_norm
@@ -93,6 +96,17 @@ class Reference:
         routers = disturb_routers(start_routers(self.setup.model.routers))
         return disturb(self.initial), moments, None if routers is None else routers.bias
 
+    def is_near_tie(self, clip_norm: float | None, loads: np.ndarray | None) -> bool:
+        """Whether some token chooses between experts that score so alike that rounding may decide.
+
+        Args:
+          loads: of the trace with this way of clipping, which shakes of either sign have to repeat.
+        """
+        if loads is None:
+            return False
+        shaken = (self.trace(clip_norm, shake=shake) for shake in (SHAKE, -SHAKE))
+        return any(trace.loads is None or (trace.loads != loads).any() for trace in shaken)
+
     def find_mask_problem(self) -> str | None:
         """A label that the mask takes out must not matter."""
         batch = self.batches[0]
@@ -105,6 +119,15 @@ class Reference:
             f"the loss changes from {float(loss):.9g} to {float(other_loss):.9g} when labels of weight 0 "
             "change: the model's loss reads labels that batch['weights'] takes out"
         )
+
+
+def _shake(params: Any, shake: float) -> Any:
+    def move(path: str, leaf: Any) -> Any:
+        values = np.asarray(leaf)
+        noise = np.random.default_rng(list(path.encode())).standard_normal(values.shape)
+        return (values * (1 + shake * np.finfo(values.dtype).eps * noise)).astype(values.dtype)
+
+    return map_leaves(move, params)
 
 
 def find_rate(setup: Setup, step: int) -> jax.Array:
