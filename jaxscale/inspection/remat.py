@@ -108,6 +108,9 @@ def _count_equation(equation: Any) -> int:
         (contracted, _), _ = params["dimension_numbers"]
         shape = equation.invars[0].aval.shape
         return 2 * equation.outvars[0].aval.size * math.prod(shape[dim] for dim in contracted)
+    if name == "ragged_dot_general":
+        rows, others = (value.aval.shape for value in equation.invars[:2])
+        return _count_grouped(rows, others, params)
     if name in _KERNEL_MATMULS:
         (batch, length, heads, head), keys = (value.aval.shape for value in equation.invars[:2])
         return _KERNEL_MATMULS[name] * 2 * batch * length * heads * head * keys[1]
@@ -115,6 +118,16 @@ def _count_equation(equation: Any) -> int:
     if name == "cond":
         return max(inner)
     return sum(inner) * _count_runs(name, params)
+
+
+def _count_grouped(rows: tuple[int, ...], others: tuple[int, ...], params: Any) -> int:
+    """FLOPs of a matmul whose rows are of several groups, each with a matrix of its own: all rows count, also
+    those of a buffer that no group has."""
+    dims = params["ragged_dot_dimension_numbers"]
+    (contracted, _), _ = dims.dot_dimension_numbers
+    summed = math.prod(rows[dim] for dim in contracted)
+    groups = math.prod(others[dim] for dim in dims.rhs_group_dimensions)
+    return 2 * math.prod(rows) * (math.prod(others) // (summed * groups))
 
 
 def _count_runs(name: str, params: Any) -> int:
