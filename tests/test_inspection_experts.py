@@ -91,8 +91,8 @@ def test_the_head_counts_experts_and_active_parameters() -> None:
 
 
 def test_the_compiled_step_sends_what_is_expected() -> None:
-    """`expert` is manual and stands behind `fsdp`, which is not: JAX cannot read layouts there, and the tokens
-    of so small a model that change places are worth a word."""
+    """`expert` is manual and stands behind `fsdp`, which is not: JAX cannot read layouts there, and tokens
+    change places, which in so small a model is worth a warning."""
     moe = {"exchange": "dropless", "balance": "loss+bias", "router": "sigmoid"}
     inspection = inspect_experts({"fsdp": 2, "expert": 4}, compile=True, moe=moe)
     assert [each for each in inspection.warnings if not each.startswith("collective-permute")] == []
