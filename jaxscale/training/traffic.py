@@ -243,9 +243,10 @@ def _expect_routers(setup: Setup, shape: DecoderShape) -> Iterator[ExpectedTraff
     batch = (axis for axis in BATCH_AXES if axis not in setup.layouts.reduction_axes)
     axes = _in_order(setup.layouts, frozenset(axis for axis in (*batch, "tensor") if sizes[axis] > 1))
     if axes:
-        kernel = shape.embed * shape.experts.router.experts
-        elements = 2 * setup.config.batch.microbatches * shape.expert_layers * kernel
-        yield ExpectedTraffic(axes, "all-reduce", elements, "routers' gradients, for each microbatch")
+        kernels = shape.expert_layers * shape.embed * shape.experts.router.experts
+        elements = setup.config.batch.microbatches * kernels
+        scattered = axes == (ZERO_AXIS,)  # of which each device keeps its part
+        yield _reduce(setup, axes, elements, scattered, "routers' gradients, for each microbatch")
 
 
 def _expect_dispatch(setup: Setup, shape: DecoderShape) -> Iterator[ExpectedTraffic]:
