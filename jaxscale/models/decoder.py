@@ -14,7 +14,7 @@ from flax import nnx
 from jax import lax
 
 from jaxscale.models.attention import attend, attend_visible
-from jaxscale.models.experts import Experts
+from jaxscale.models.experts import Experts, Purpose
 from jaxscale.models.layers import Mlp, Norm, Projection, project
 from jaxscale.models.model import NO_INPUTS, ExpertSums, RouterInputs
 from jaxscale.models.remat import DECODER_MATMULS, name_tensor, remat
@@ -123,7 +123,8 @@ class Block(nnx.Module):
         """The block of a layer with experts; padding reaches none."""
         x_BTD = self._mix(x_BTD, rotation, segments_BT)
         read_BTD = name_tensor(self.mlp_norm(x_BTD), "mlp_norm")
-        y_BTD, sums = self.experts(read_BTD, segments_BT > 0, inputs, keys_B, is_training=keys_B is not None)
+        purpose: Purpose = "evaluation" if keys_B is None else "training"
+        y_BTD, sums = self.experts(read_BTD, segments_BT > 0, inputs, keys_B, purpose=purpose)
         return _add(x_BTD, y_BTD), sums
 
     def extend(
@@ -134,7 +135,8 @@ class Block(nnx.Module):
         read_BTD = self.mlp_norm(x_BTD)
         if hasattr(self, "mlp"):
             return x_BTD + self.mlp(read_BTD), keys, values
-        y_BTD, _ = self.experts(read_BTD, jnp.ones(x_BTD.shape[:2], bool), inputs, None, is_training=False)
+        every = jnp.ones(x_BTD.shape[:2], bool)
+        y_BTD, _ = self.experts(read_BTD, every, inputs, None, purpose="generation")
         return x_BTD + y_BTD, keys, values
 
     def _mix(self, x_BTD: jax.Array, rotation: Rotation | None, segments_BT: jax.Array) -> jax.Array:
