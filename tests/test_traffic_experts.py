@@ -136,10 +136,25 @@ def test_every_kind_of_experts_sends_what_the_closed_form_says(kind: str, remat:
         check(make_expert_setup(mesh, 3, 4, remat, **KINDS[kind]))
 
 
+def check_h100(mesh: str, stage: int, microbatches: int, **moe: Any) -> Counter[Row]:
+    config = make_traffic_config(
+        MESHES[mesh], stage, microbatches, precision="bf16", remat="full", moe={**MOE, **moe}
+    )
+    return check_traffic(make_setup(config, describe_gpu(8, **MESHES[mesh]), VOCAB))
+
+
 @pytest.mark.chips
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_h100_sends_what_the_closed_form_says(mesh: str, stage: int, microbatches: int) -> None:
-    config = make_traffic_config(MESHES[mesh], stage, microbatches, precision="bf16", remat="full", moe=MOE)
-    check_traffic(make_setup(config, describe_gpu(8, **MESHES[mesh]), VOCAB))
+    check_h100(mesh, stage, microbatches)
+
+
+@pytest.mark.chips
+@pytest.mark.parametrize("mesh", MESHES)
+def test_h100_sends_a_row_for_each_choice_and_no_more(mesh: str) -> None:
+    sent = check_h100(mesh, 3, 1, exchange="dropless")
+    shards = math.prod(size for axis, size in MESHES[mesh].items() if axis != "tensor")
+    rows = MOE["top_k"] * TOKENS // shards
+    assert sent[("expert",), "ragged-all-to-all"] == 6 * LAYERS * rows * EMBED
