@@ -219,9 +219,12 @@ def test_a_bias_that_follows_one_shard_is_caught(oracle: Oracle, monkeypatch: py
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_experts_passes_everywhere(kind: str) -> None:
-    config = make_moe_config({**MODEL, "layers": 2}, **KINDS[kind])
+@pytest.mark.parametrize(
+    ("kind", "axis"),
+    list(zip(KINDS, ("fsdp", "tensor", "data", "fsdp", "tensor"), strict=True)),
+)
+def test_every_kind_of_experts_passes_on_every_mesh_of_two_axes(kind: str, axis: str) -> None:
+    config = make_moe_config({**MODEL, "layers": 2}, {axis: 2, "expert": 4}, **KINDS[kind])
     verification = verify_model(config, vocab=VOCAB)
     assert verification.ok, [(result.case.name, result.problems) for result in verification.results]
 
