@@ -14,8 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.config import MeshConfig
 from jaxscale.mesh import axis_sizes, make_mesh
-from jaxscale.parallel import dropless
-from jaxscale.parallel.dropless import multiply_groups, run_dropless
+from jaxscale.parallel.dropless import run_dropless
+from jaxscale.parallel.groups import multiply_groups
 from jaxscale.sharding.collectives import read_collectives
 from tests.tiny import relative_errors
 
@@ -313,56 +313,3 @@ def test_rows_are_only_gathered():
     scattered = re.findall(r'"stablehlo\.scatter"\([^)]*\).*?\}\) : \((tensor<[^>]*>)', text, flags=re.S)
     assert scattered
     assert all(kind.endswith("xi32>") for kind in scattered), scattered
-
-
-# --- Groups of rows times their matrices --------------------------------------------------------------------
-
-
-def multiply_plainly(rows_RD, kernel_GDF, sizes_G):
-    starts = np.cumsum(sizes_G) - sizes_G
-    parts = [
-        rows_RD[start : start + size] @ kernel_DF
-        for start, size, kernel_DF in zip(starts, sizes_G, kernel_GDF, strict=True)
-    ]
-    return jnp.pad(jnp.concatenate(parts), ((0, len(rows_RD) - sum(sizes_G)), (0, 0)))
-
-
-@pytest.fixture(params=["xla", "kernel"])
-def implementation(request, monkeypatch):
-    if request.param == "kernel":
-        monkeypatch.setattr(
-            dropless, "_by_platform", lambda by_kernel, _, *operands: by_kernel(*operands, interpret=True)
-        )
-    return request.param
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize("rows", [256, 90])
-def test_groups_are_multiplied_and_nothing_beyond_them_is_seen(implementation, rows):
-    generator = np.random.default_rng(0)
-    sizes_G = np.array([30, 0, 41, 7], np.int32)
-    used = sizes_G.sum()
-    rows_RD = jnp.asarray(generator.normal(size=(rows, 24)), jnp.float32)
-    kernel_GDF = jnp.asarray(generator.normal(size=(4, 24, 40)), jnp.float32)
-    d_out_RF = jnp.asarray(generator.normal(size=(rows, 40)), jnp.float32)
-    out_RF, pull = jax.vjp(
-        partial(multiply_groups, sizes_G=sizes_G), rows_RD.at[used:].set(jnp.nan), kernel_GDF
-    )
-    expected_RF, pull_plainly = jax.vjp(partial(multiply_plainly, sizes_G=sizes_G), rows_RD, kernel_GDF)
-    np.testing.assert_allclose(out_RF, expected_RF, rtol=1e-5, atol=1e-5)
-    for found, expected in zip(pull(d_out_RF.at[used:].set(jnp.nan)), pull_plainly(d_out_RF), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
-    assert (np.asarray(out_RF)[used:] == 0).all()
-    assert (np.asarray(pull(d_out_RF)[1])[1] == 0).all(), "a group without rows got a gradient"
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_products_are_summed_in_fp32_and_keep_their_dtype(implementation, dtype):
-    if implementation == "kernel" and dtype == jnp.float16:
-        return  # kernels are for bf16 and fp32
-    many = 2048  # in bf16 256 + 1 is 256, in fp16 2048 + 1 is 2048
-    rows_RD = jnp.ones((128, 2 * many), dtype)
-    kernel_GDF = jnp.ones((1, 2 * many, 128), dtype)
-    out_RF = multiply_groups(rows_RD, kernel_GDF, jnp.array([128], jnp.int32))
-    assert out_RF.dtype == dtype
-    np.testing.assert_array_equal(np.asarray(out_RF, np.float32), 2 * many)
