@@ -98,7 +98,8 @@ class Run:
 
     def lower(self, mesh, arrays, choice_NK):
         """Lowered for a mesh and arrays of these shapes, kernels over `fsdp` and `tensor` too."""
-        over = {"x": (BATCH,), "weight": (BATCH,), "down": (None, "expert", "tensor", "fsdp")}
+        batch = ("expert", "data", "fsdp") if self.is_nested else BATCH  # the outer region's axis first
+        over = {"x": (batch,), "weight": (batch,), "down": (None, "expert", "tensor", "fsdp")}
         over |= dict.fromkeys(("gate", "up"), (None, "expert", "fsdp", "tensor"))
 
         def describe(value, *spec):
@@ -108,7 +109,7 @@ class Run:
         laid = {name: describe(value, *over[name]) for name, value in arrays.items()}
         with jax.set_mesh(mesh):
             compute = self._compute_nested if self.is_nested else self._compute
-            return jax.jit(compute).lower(laid, describe(choice_NK, BATCH))
+            return jax.jit(compute).lower(laid, describe(choice_NK, batch))
 
     def compute(self, arrays, choice_NK):
         compiled = compile_run(self)
@@ -186,7 +187,7 @@ def check(run, arrays, choice_NK):
     found, expected = run.compute(arrays, choice_NK), compute_plainly(arrays, choice_NK)
     for part, limit in LIMITS.items():
         errors = relative_errors({part: found[part]}, {part: jax.tree.map(np.asarray, expected[part])})
-        assert max(errors.values()) < limit, errors
+        assert all(error < limit for error in errors.values()), errors  # NaN is not less
     return found, expected
 
 
@@ -294,7 +295,7 @@ def test_rows_travel_twice_a_pass_over_expert_and_twice_more_under_full_remat(is
     assert {(each.kind, each.elements) for each in counts} == {("all-gather", 4 * EXPERTS)}
 
 
-def test_rows_are_only_gathered():
+def test_no_pass_scatters_rows():
     run = Run(WIDE)
     text = run.lower(run.make_mesh(), *make_inputs(run.choices)).as_text()
     scattered = re.findall(r'"stablehlo\.scatter"\([^)]*\).*?\}\) : \((tensor<[^>]*>)', text, flags=re.S)

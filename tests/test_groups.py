@@ -55,9 +55,12 @@ def test_groups_are_multiplied_and_nothing_beyond_them_is_seen(implementation, r
     indirect=["implementation"],
 )
 def test_products_are_summed_in_fp32_and_keep_their_dtype(implementation, dtype):
-    many = 2048  # in bf16 256 + 1 is 256, in fp16 2048 + 1 is 2048
-    rows_RD = jnp.ones((128, 2 * many), dtype)
-    kernel_GDF = jnp.ones((1, 2 * many, 128), dtype)
-    out_RF = multiply_groups(rows_RD, kernel_GDF, jnp.array([128], jnp.int32))
-    assert out_RF.dtype == dtype
-    np.testing.assert_array_equal(np.asarray(out_RF, np.float32), 2 * many)
+    rows, channels = 64 * 40, 2048  # in bf16 256 + 1 is 256, in fp16 2048 + 1 is 2048
+    rows_RD = jnp.full((rows, channels), 1 + 1 / 64, dtype)
+    kernel_GDF = jnp.ones((1, channels, 8), dtype)
+    sizes_G = jnp.array([rows], jnp.int32)
+    out_RF, pull = jax.vjp(lambda kernel_GDF: multiply_groups(rows_RD, kernel_GDF, sizes_G), kernel_GDF)
+    d_kernel_GDF = pull(jnp.ones_like(out_RF))[0]
+    assert out_RF.dtype == d_kernel_GDF.dtype == dtype
+    np.testing.assert_array_equal(out_RF, jnp.asarray(channels * (1 + 1 / 64), dtype))
+    np.testing.assert_array_equal(d_kernel_GDF, jnp.asarray(rows * (1 + 1 / 64), dtype))

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
-# Tiles of the TPU's kernels, of rows and of the matrices' sides; they fit its vector memory in fp32 too.
-_LEAST_TILE_ROWS, _MOST_TILE_ROWS, _TILE = 128, 512, 1024
+# Tiles of the TPU's kernels, of rows and of the matrices' sides: they fit the 16 MiB of vector memory that a
+# kernel is given.
+_LEAST_TILE_ROWS, _MOST_TILE_ROWS, _TILE_BYTES = 128, 512, 2048
 
 
 @jax.custom_vjp
@@ -153,7 +154,7 @@ def _multiply_by_kernel(
         kernel_GDF,
         sizes_G,
         rows_RX.dtype,
-        (tile_rows, min(rows_RX.shape[1], _TILE), min(kernel_GDF.shape[2 - contracted], _TILE)),
+        (tile_rows, _tile_side(rows_RX), _tile_side(kernel_GDF, dim=2 - contracted)),
         transpose_rhs=contracted == 1,
         interpret=interpret,
     )[: rows_RX.shape[0]]
@@ -166,8 +167,12 @@ def _contract_by_kernel(
 ) -> jax.Array:
     padded_RD, tile_rows = _pad_to_tiles(rows_RD)
     padded_RF, _ = _pad_to_tiles(rows_RF)
-    tile = (tile_rows, min(rows_RD.shape[1], _TILE), min(rows_RF.shape[1], _TILE))
+    tile = (tile_rows, _tile_side(rows_RD), _tile_side(rows_RF))
     return tgmm(padded_RD.T, padded_RF, sizes_G, rows_RD.dtype, tile, interpret=interpret)
+
+
+def _tile_side(x: jax.Array, *, dim: int = 1) -> int:
+    return min(x.shape[dim], _TILE_BYTES // x.dtype.itemsize)
 
 
 def _pad_to_tiles(rows_RD: jax.Array) -> tuple[jax.Array, int]:
