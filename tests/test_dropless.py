@@ -72,12 +72,13 @@ def compare_with_target(x_ND):
 
 
 def apply_swiglu(kernels, rows_RD, sizes_G):
-    """Experts that leave NaN beyond the rows they were given: it must not get out."""
+    """Experts that look beyond the rows they were given, where zeros are, and leave NaN there."""
     gate_GDF, up_GDF, down_GFD = kernels
+    is_given_R1 = jnp.arange(rows_RD.shape[0])[:, None] < sizes_G.sum()
     hidden_RF = jax.nn.silu(multiply_groups(rows_RD, gate_GDF, sizes_G))
     hidden_RF *= multiply_groups(rows_RD, up_GDF, sizes_G)
-    out_RD = multiply_groups(hidden_RF, down_GFD, sizes_G)
-    return jnp.where(jnp.arange(rows_RD.shape[0])[:, None] < sizes_G.sum(), out_RD, jnp.nan)
+    out_RD = multiply_groups(hidden_RF, down_GFD, sizes_G) + jnp.where(is_given_R1, 0, rows_RD).sum()
+    return jnp.where(is_given_R1, out_RD, jnp.nan)
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ def _place_blocks(counts_E: jax.Array, axis: str) -> tuple[_Blocks, _Blocks, jax
     devices, here = lax.axis_size(axis), lax.axis_index(axis)
     assert counts_E.size % devices == 0, f"{counts_E.size} experts over {devices} devices"
     sizes_SE = lax.all_gather(counts_E, axis)
-    totals_E = sizes_SE.sum(axis=0)
+    totals_E = sizes_SE.sum(axis=0, dtype=jnp.int32)
     starts_SE = _sum_before(sizes_SE, axis=1)
     expert_starts_E = _sum_before(totals_E.reshape(devices, -1), axis=1).reshape(-1)
     landings_SE = expert_starts_E + _sum_before(sizes_SE, axis=0)
@@ -120,7 +120,7 @@ def _place_blocks(counts_E: jax.Array, axis: str) -> tuple[_Blocks, _Blocks, jax
 
 
 def _sum_before(x: jax.Array, axis: int) -> jax.Array:
-    return jnp.cumsum(x, axis=axis) - x
+    return jnp.cumsum(x, axis=axis, dtype=x.dtype) - x
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -174,5 +174,5 @@ def _move_blocks(
     """`count` rows in which blocks begin at `to_E` instead of `from_E`; zeros elsewhere."""
     row_R1 = jnp.arange(count, dtype=jnp.int32)[:, None]
     is_in_RE = (row_R1 >= to_E) & (row_R1 < to_E + sizes_E)
-    source_R = row_R1[:, 0] + jnp.where(is_in_RE, from_E - to_E, 0).sum(axis=1)
+    source_R = row_R1[:, 0] + jnp.where(is_in_RE, from_E - to_E, 0).sum(axis=1, dtype=jnp.int32)
     return take_rows(rows_RD, jnp.where(is_in_RE.any(axis=1), source_R, rows_RD.shape[0]))

@@ -73,7 +73,7 @@ class _Tiles:
     """Rows of one group after the other, a tile at a time; of the group's last tile the rest is zeros."""
 
     def __init__(self, sizes_G: jax.Array, rows: int, tile_rows: int) -> None:
-        self.sizes_G, self.starts_G = sizes_G, jnp.cumsum(sizes_G) - sizes_G
+        self.sizes_G, self.starts_G = sizes_G, jnp.cumsum(sizes_G, dtype=jnp.int32) - sizes_G
         self.tile_rows, self.padded_rows = tile_rows, rows + tile_rows  # so that no tile sticks out
 
     def pad(self, rows_RD: jax.Array) -> jax.Array:
