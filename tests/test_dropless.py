@@ -196,7 +196,9 @@ ONE, SMALL = MeshConfig(expert=1, fsdp=4, tensor=2), MeshConfig(expert=2, fsdp=2
 WIDE, ALL = MeshConfig(expert=4, fsdp=2), MeshConfig(expert=8)
 EQUAL = {
     "expert=1 fsdp=4 tensor=2, top 2": Run(ONE),
-    "expert=4 tensor=2, top 1": Run(MeshConfig(expert=4, tensor=2), choices=1),
+    "expert=4 tensor=2, top 1": pytest.param(
+        Run(MeshConfig(expert=4, tensor=2), choices=1), marks=pytest.mark.full
+    ),
     "expert=4 fsdp=2, top 2": Run(WIDE),
     "expert=4 fsdp=2, top 2, no scan": Run(WIDE, is_scanned=False),
     "expert=8, top 2": Run(ALL),
@@ -235,7 +237,7 @@ def exchange_as_documented(
 
 RAGGED = {
     "expert=2 fsdp=2 tensor=2, top 3": Run(SMALL, choices=3, exchange="ragged"),
-    "expert=8, top 1": Run(ALL, choices=1, exchange="ragged"),
+    "expert=8, top 1": pytest.param(Run(ALL, choices=1, exchange="ragged"), marks=pytest.mark.full),
 }
 
 

@@ -30,7 +30,9 @@ def implementation(request, monkeypatch):
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize(("rows", "sizes"), [(384, (30, 0, 200, 77)), (90, (0, 83, 7, 0))])
+@pytest.mark.parametrize(
+    ("rows", "sizes"), [(384, (30, 0, 200, 77)), (90, (0, 83, 7, 0)), (90, (0, 0, 0, 0))]
+)
 def test_groups_are_multiplied_and_nothing_beyond_them_is_seen(implementation, rows, sizes):
     generator = np.random.default_rng(0)
     sizes_G = np.array(sizes, np.int32)

@@ -50,15 +50,13 @@ def run_dropless(
       y_NKD in the dtype of `apply`'s result; zeros where a choice is not routed.
     """
     tokens, choices = choice_NK.shape
-    order_R = jnp.argsort(choice_NK.reshape(-1), stable=True).astype(jnp.int32)
-    counts_E = (choice_NK.reshape(-1, 1) == jnp.arange(experts)).sum(axis=0, dtype=jnp.int32)
     none = tokens * choices
-    assignment_R = jnp.where(
-        jnp.arange(none) < counts_E.sum(), order_R, none
-    )  # what is not routed comes last
-    rows_NK = jnp.where(
-        choice_NK < experts, invert_rows(order_R[:, None], none).reshape(choice_NK.shape), none
-    )
+    choice_A = choice_NK.reshape(-1)
+    order_A = jnp.argsort(choice_A, stable=True).astype(jnp.int32)
+    counts_E = (choice_A[:, None] == jnp.arange(experts)).sum(axis=0, dtype=jnp.int32)
+    # Sorting puts what is not routed last: those rows are empty.
+    assignment_R = jnp.where(jnp.arange(none) < counts_E.sum(), order_A, none)
+    rows_NK = invert_rows(assignment_R[:, None], none).reshape(choice_NK.shape)
     rows_RD = gather_rows(x_ND, assignment_R // choices, rows_NK)
     if axis is None:
         return spread_rows(apply(rows_RD, counts_E), rows_NK, assignment_R)
