@@ -1,0 +1,209 @@
+"""fp8 matmuls of experts: a batch of matrices, or rows sorted by matrix; alone, and in a region on a mesh."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxscale.mesh import make_mesh, resolve_mesh
+from jaxscale.numerics.fp8 import E4M3, E5M2, Scales, einsum_fp8, find_amax, find_scale, quantise
+from jaxscale.parallel.scales import copy_scales, scales_spec
+from jaxscale.sharding.activations import run_per_shard
+from tests.test_fp8 import draw, make_scales, widen
+from tests.tiny import make_config
+
+BATCHED, GROUPED = "GRD,GDF->GRF", "RD,GDF->RF"
+SIZES = np.array([5, 0, 7, 3], np.int32)  # 15 of 20 rows
+ROWS = 20
+
+
+def run_vjp(
+    equation: str, x: jax.Array, kernels: tuple[jax.Array, ...], scales: tuple[Scales, ...], **options: Any
+) -> tuple[Any, Callable]:
+    dynamic, sizes = options.get("dynamic", False), options.get("sizes")
+    kernels_fp8 = tuple(quantise(k, s.kernel, E4M3) for k, s in zip(kernels, scales, strict=True))
+
+    def run(x: jax.Array, kernels: tuple, scales: tuple[Scales, ...]) -> tuple:
+        equations = (equation,) * len(kernels)
+        return einsum_fp8(equations, dynamic, x, kernels, kernels_fp8, scales, sizes_G=sizes)
+
+    return jax.vjp(run, x, kernels, scales)
+
+
+def in_fp8(x: jax.Array, scale: float | jax.Array, dtype: Any) -> np.ndarray:
+    return widen(quantise(x, jnp.float32(scale), dtype)) / float(scale)
+
+
+def pick_rows() -> np.ndarray:
+    """Which matrix each row belongs to, one-hot [G, R]; rows beyond the groups to none."""
+    owner = np.repeat(np.arange(len(SIZES)), SIZES)
+    return (np.pad(owner, (0, ROWS - owner.size), constant_values=-1) == np.arange(len(SIZES))[:, None]) * 1.0
+
+
+@pytest.mark.smoke
+def test_a_batch_of_matrices_is_that_of_the_fp8_numbers_exactly() -> None:
+    x, kernel, dy = (
+        draw(seed, *shape, dtype=jnp.float32)
+        for seed, shape in enumerate([(4, 8, 64), (4, 64, 32), (4, 8, 32)])
+    )
+    (y,), backward = run_vjp(BATCHED, x, (kernel,), (make_scales(64, 32, 1024),))
+    dx, (dkernel,), (seen,) = backward((dy,))
+    x_fp8, kernel_fp8, dy_fp8 = in_fp8(x, 32, E4M3), in_fp8(kernel, 64, E4M3), in_fp8(dy, 1024, E5M2)
+    close = partial(np.testing.assert_allclose, rtol=0, atol=2e-5)
+    close(y, np.einsum(BATCHED, x_fp8, kernel_fp8))
+    close(dx, np.einsum("GRF,GDF->GRD", dy_fp8, kernel_fp8))
+    close(dkernel, np.einsum("GRD,GRF->GDF", x_fp8, dy_fp8))
+    assert (seen.kernel, seen.activation, seen.gradient) == (0, jnp.abs(x).max(), jnp.abs(dy).max())
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("garbage", [np.inf, np.nan, 1e6])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_sorted_rows_are_that_of_the_fp8_numbers_exactly_whatever_lies_beyond_them(
+    garbage: float, dynamic: bool
+) -> None:
+    x, kernel, dy = (
+        draw(seed, *shape, dtype=jnp.float32)
+        for seed, shape in enumerate([(ROWS, 64), (len(SIZES), 64, 32), (ROWS, 32)])
+    )
+    used, pick = int(SIZES.sum()), pick_rows()
+    scales = make_scales(64, 32, 1024)
+    if dynamic:
+        found = (find_scale(find_amax(t[:used]), dtype) for t, dtype in ((x, E4M3), (dy, E5M2)))
+        scales = Scales(scales.kernel, *found)
+    given = make_scales(64, 1, 1) if dynamic else scales
+    dirty_x, dirty_dy = (t.at[used:].set(garbage) for t in (x, dy))
+    (y,), backward = run_vjp(
+        GROUPED, dirty_x, (kernel,), (given,), dynamic=dynamic, sizes=jnp.asarray(SIZES)
+    )
+    dx, (dkernel,), (seen,) = backward((dirty_dy,))
+    x_fp8, kernel_fp8 = in_fp8(x, scales.activation, E4M3), in_fp8(kernel, 64, E4M3)
+    dy_fp8 = in_fp8(dy, scales.gradient, E5M2)
+    close = partial(np.testing.assert_allclose, rtol=0, atol=2e-5)
+    close(y[:used], np.einsum("GR,RD,GDF->RF", pick, x_fp8, kernel_fp8)[:used])
+    close(dx[:used], np.einsum("GR,RF,GDF->RD", pick, dy_fp8, kernel_fp8)[:used])
+    close(dkernel, np.einsum("GR,RD,RF->GDF", pick, x_fp8, dy_fp8))
+    np.testing.assert_array_equal(dkernel[1], 0)  # nobody chose it
+    assert seen.activation == jnp.abs(x[:used]).max()
+    assert seen.gradient == jnp.abs(dy[:used]).max()
+
+
+def test_both_forms_share_an_input_among_kernels_as_a_dense_matmul_does() -> None:
+    """One matrix a group, one group: the three forms are one."""
+    x, kernels = draw(0, 24, 16), (draw(1, 16, 24), draw(2, 16, 24, std=0.02))
+    scales = (make_scales(64, 32, 2**12), make_scales(4096, 32, 2**20))
+    dys = (draw(3, 24, 24, std=1.0), draw(4, 24, 24, std=0.01))
+    stacked = tuple(kernel[None] for kernel in kernels)
+    found = []
+    for equation, x_in, kernels_in, dys_in, sizes in (
+        ("RD,DF->RF", x, kernels, dys, None),
+        (BATCHED, x[None], stacked, tuple(dy[None] for dy in dys), None),
+        (GROUPED, x, stacked, dys, jnp.array([24])),
+    ):
+        results, backward = run_vjp(equation, x_in, kernels_in, scales, sizes=sizes)
+        found.append([widen(a).squeeze() for a in jax.tree.leaves((results, backward(dys_in)))])
+    for dense, *others in zip(*found, strict=True):
+        for other in others:
+            np.testing.assert_array_equal(other, dense)
+
+
+EXPERTS, PER_EXPERT, EMBED, MLP = 4, 8, 32, 64
+MESHES = [{"expert": 4}, {"expert": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 4, "tensor": 2}]
+
+
+def run_experts(form: str, dynamic: bool, mesh: dict[str, int]) -> dict[str, np.ndarray]:
+    """Up and gate, then down, of every expert, and all that flows back; experts, rows and channels in parts.
+
+    Rows of an expert are alike in magnitude but for one, and experts are not alike.
+    """
+    devices = make_mesh(resolve_mesh(make_config(mesh=mesh).mesh, int(np.prod([*mesh.values()]))))
+    std = jnp.array([1, 0.1, 3, 0.01])[:, None, None]
+    x = (draw(0, EXPERTS, PER_EXPERT, EMBED, dtype=jnp.float32) * std).at[2, 5, 3].set(20)
+    kernels = {
+        "up": draw(1, EXPERTS, EMBED, MLP, dtype=jnp.float32, std=0.2),
+        "gate": draw(2, EXPERTS, EMBED, MLP, dtype=jnp.float32, std=0.2),
+        "down": draw(3, EXPERTS, MLP, EMBED, dtype=jnp.float32, std=0.2),
+    }
+    weight = draw(4, EXPERTS, PER_EXPERT, EMBED, dtype=jnp.float32)
+    given = make_scales(*(3 * (1.0,))) if dynamic else make_scales(1, 2, 2)
+    scales = {
+        name: Scales(find_scale(find_amax(k), E4M3), given.activation, given.gradient)
+        for name, k in kernels.items()
+    }
+    kernels_fp8 = {name: quantise(k, scales[name].kernel, E4M3) for name, k in kernels.items()}
+    axes = ("fsdp", "expert", "tensor")
+    specs = {"up": (None, "tensor"), "gate": (None, "tensor"), "down": ("tensor", None)}
+    copies = {name: PartitionSpec("fsdp", "expert", *spec) for name, spec in specs.items()}
+    rows = PartitionSpec("expert", "fsdp")
+
+    def multiply(x: jax.Array, kernels: dict, kernels_fp8: dict, scales: dict, *names: str) -> tuple:
+        options = {"sizes_G": jnp.full(x.shape[0], x.shape[1])} if form == GROUPED else {}
+        flat = x.reshape(-1, x.shape[-1]) if options else x
+        results = einsum_fp8(
+            (form,) * len(names),
+            dynamic,
+            flat,
+            tuple(kernels[name][0] for name in names),
+            tuple(kernels_fp8[name][0] for name in names),
+            tuple(Scales(*scales[name][0]) for name in names),
+            axes=axes,
+            **options,
+        )
+        return tuple(y.reshape(*x.shape[:2], -1) for y in results)
+
+    def region(x: jax.Array, *arrays: dict) -> jax.Array:
+        up, gate = multiply(x, *arrays, "up", "gate")
+        return multiply(jax.nn.silu(gate) * up, *arrays, "down")[0][None]
+
+    def run(x: jax.Array, kernels: dict, scales: dict) -> tuple[jax.Array, jax.Array]:
+        def copy(leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
+            ways = devices.shape["fsdp"]
+            copied = jnp.broadcast_to(leaf, (ways, *leaf.shape))
+            return jax.lax.with_sharding_constraint(copied, NamedSharding(devices, spec))
+
+        y = run_per_shard(
+            region,
+            in_specs=(rows, copies, copies, {name: scales_spec() for name in scales}),
+            out_specs=PartitionSpec("tensor", *rows),
+        )(
+            x,
+            {name: copy(k, copies[name]) for name, k in kernels.items()},
+            {name: copy(k, copies[name]) for name, k in kernels_fp8.items()},
+            {name: copy_scales(jnp.stack(s)) for name, s in scales.items()},
+        ).sum(0)
+        return (y * weight).sum(), y
+
+    with jax.set_mesh(devices):
+        (_, y), (dx, dkernels, amaxes) = jax.jit(
+            jax.value_and_grad(run, argnums=(0, 1, 2), has_aux=True)
+        )(x, kernels, scales)
+    found = {"y": y, "dx": dx} | {f"d_{name}": dk for name, dk in dkernels.items()}
+    found |= {f"amax_{name}": jnp.stack(amax) for name, amax in amaxes.items()}
+    return {name: np.asarray(each) for name, each in found.items()}
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["delayed", "dynamic"])
+@pytest.mark.parametrize("form", [BATCHED, GROUPED])
+def test_numbers_and_magnitudes_are_those_of_one_device_on_every_mesh(form: str, dynamic: bool) -> None:
+    whole = run_experts(form, dynamic, {})
+    assert whole["amax_up"][1] == 20
+    assert np.all(whole["amax_down"][1:] > 0)
+    for mesh in MESHES:
+        parts = run_experts(form, dynamic, mesh)
+        for name, expected in whole.items():
+            np.testing.assert_allclose(
+                parts[name], expected, rtol=1e-6, atol=1e-6 * np.abs(expected).max(), err_msg=f"{name} {mesh}"
+            )
+
+
+def test_both_forms_have_the_same_numbers() -> None:
+    batched, grouped = (run_experts(form, True, MESHES[1]) for form in (BATCHED, GROUPED))
+    for name, expected in batched.items():
+        np.testing.assert_allclose(
+            grouped[name], expected, rtol=1e-6, atol=1e-6 * np.abs(expected).max(), err_msg=name
+        )
