@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxscale.mesh import make_mesh, resolve_mesh
 from jaxscale.numerics.fp8 import E4M3, E5M2, Scales, einsum_fp8, find_amax, find_scale, quantise
@@ -78,9 +79,7 @@ def test_sorted_rows_are_that_of_the_fp8_numbers_exactly_whatever_lies_beyond_th
         scales = Scales(scales.kernel, *found)
     given = make_scales(64, 1, 1) if dynamic else scales
     dirty_x, dirty_dy = (t.at[used:].set(garbage) for t in (x, dy))
-    (y,), backward = run_vjp(
-        GROUPED, dirty_x, (kernel,), (given,), dynamic=dynamic, sizes=jnp.asarray(SIZES)
-    )
+    (y,), backward = run_vjp(GROUPED, dirty_x, (kernel,), (given,), dynamic=dynamic, sizes=jnp.asarray(SIZES))
     dx, (dkernel,), (seen,) = backward((dirty_dy,))
     x_fp8, kernel_fp8 = in_fp8(x, scales.activation, E4M3), in_fp8(kernel, 64, E4M3)
     dy_fp8 = in_fp8(dy, scales.gradient, E5M2)
@@ -114,75 +113,83 @@ def test_both_forms_share_an_input_among_kernels_as_a_dense_matmul_does() -> Non
 
 EXPERTS, PER_EXPERT, EMBED, MLP = 4, 8, 32, 64
 MESHES = [{"expert": 4}, {"expert": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 4, "tensor": 2}]
+ROWS_SPEC = PartitionSpec("expert", "fsdp")
+KERNEL_SPECS = {
+    "up": PartitionSpec("expert", None, "tensor"),
+    "gate": PartitionSpec("expert", None, "tensor"),
+    "down": PartitionSpec("expert", "tensor", None),
+}
 
 
-def run_experts(form: str, dynamic: bool, mesh: dict[str, int]) -> dict[str, np.ndarray]:
-    """Up and gate, then down, of every expert, and all that flows back; experts, rows and channels in parts.
+def make_experts(form: str, dynamic: bool, mesh: Mesh) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """A loss of up and gate, then down, of every expert in a region, and what they make of the rows.
 
-    Rows of an expert are alike in magnitude but for one, and experts are not alike.
+    Of rows [experts, rows of each, embed], gradients of the rows that flow in, kernels, their fp8 copies, and
+    their scales.
     """
-    devices = make_mesh(resolve_mesh(make_config(mesh=mesh).mesh, int(np.prod([*mesh.values()]))))
-    std = jnp.array([1, 0.1, 3, 0.01])[:, None, None]
-    x = (draw(0, EXPERTS, PER_EXPERT, EMBED, dtype=jnp.float32) * std).at[2, 5, 3].set(20)
-    kernels = {
-        "up": draw(1, EXPERTS, EMBED, MLP, dtype=jnp.float32, std=0.2),
-        "gate": draw(2, EXPERTS, EMBED, MLP, dtype=jnp.float32, std=0.2),
-        "down": draw(3, EXPERTS, MLP, EMBED, dtype=jnp.float32, std=0.2),
-    }
-    weight = draw(4, EXPERTS, PER_EXPERT, EMBED, dtype=jnp.float32)
-    given = make_scales(*(3 * (1.0,))) if dynamic else make_scales(1, 2, 2)
-    scales = {
-        name: Scales(find_scale(find_amax(k), E4M3), given.activation, given.gradient)
-        for name, k in kernels.items()
-    }
-    kernels_fp8 = {name: quantise(k, scales[name].kernel, E4M3) for name, k in kernels.items()}
-    axes = ("fsdp", "expert", "tensor")
-    specs = {"up": (None, "tensor"), "gate": (None, "tensor"), "down": ("tensor", None)}
-    copies = {name: PartitionSpec("fsdp", "expert", *spec) for name, spec in specs.items()}
-    rows = PartitionSpec("expert", "fsdp")
+    copies = {name: PartitionSpec("fsdp", *spec) for name, spec in KERNEL_SPECS.items()}
 
     def multiply(x: jax.Array, kernels: dict, kernels_fp8: dict, scales: dict, *names: str) -> tuple:
         options = {"sizes_G": jnp.full(x.shape[0], x.shape[1])} if form == GROUPED else {}
-        flat = x.reshape(-1, x.shape[-1]) if options else x
         results = einsum_fp8(
             (form,) * len(names),
             dynamic,
-            flat,
+            x.reshape(-1, x.shape[-1]) if options else x,
             tuple(kernels[name][0] for name in names),
             tuple(kernels_fp8[name][0] for name in names),
             tuple(Scales(*scales[name][0]) for name in names),
-            axes=axes,
+            axes=("fsdp", "expert", "tensor"),
             **options,
         )
         return tuple(y.reshape(*x.shape[:2], -1) for y in results)
 
-    def region(x: jax.Array, *arrays: dict) -> jax.Array:
+    def run(x: jax.Array, *arrays: dict) -> jax.Array:
         up, gate = multiply(x, *arrays, "up", "gate")
         return multiply(jax.nn.silu(gate) * up, *arrays, "down")[0][None]
 
-    def run(x: jax.Array, kernels: dict, scales: dict) -> tuple[jax.Array, jax.Array]:
-        def copy(leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
-            ways = devices.shape["fsdp"]
-            copied = jnp.broadcast_to(leaf, (ways, *leaf.shape))
-            return jax.lax.with_sharding_constraint(copied, NamedSharding(devices, spec))
+    def copy(kernels: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        return {
+            name: lax.with_sharding_constraint(
+                jnp.broadcast_to(kernel, (mesh.shape["fsdp"], *kernel.shape)), copies[name]
+            )
+            for name, kernel in kernels.items()
+        }
 
-        y = run_per_shard(
-            region,
-            in_specs=(rows, copies, copies, {name: scales_spec() for name in scales}),
-            out_specs=PartitionSpec("tensor", *rows),
-        )(
-            x,
-            {name: copy(k, copies[name]) for name, k in kernels.items()},
-            {name: copy(k, copies[name]) for name, k in kernels_fp8.items()},
-            {name: copy_scales(jnp.stack(s)) for name, s in scales.items()},
-        ).sum(0)
-        return (y * weight).sum(), y
+    def sum_losses(
+        x: jax.Array, dy: jax.Array, kernels: dict, kernels_fp8: dict, scales: dict
+    ) -> tuple[jax.Array, jax.Array]:
+        region = run_per_shard(
+            run,
+            in_specs=(ROWS_SPEC, copies, copies, {name: scales_spec() for name in scales}),
+            out_specs=PartitionSpec("tensor", *ROWS_SPEC),
+        )
+        scale_copies = {name: copy_scales(jnp.stack(each)) for name, each in scales.items()}
+        y = region(x, copy(kernels), copy(kernels_fp8), scale_copies).sum(0)
+        return (y * dy).sum(), y
 
-    with jax.set_mesh(devices):
-        (_, y), (dx, dkernels, amaxes) = jax.jit(
-            jax.value_and_grad(run, argnums=(0, 1, 2), has_aux=True)
-        )(x, kernels, scales)
-    found = {"y": y, "dx": dx} | {f"d_{name}": dk for name, dk in dkernels.items()}
+    return sum_losses
+
+
+def run_experts(form: str, dynamic: bool, sizes: dict[str, int]) -> dict[str, np.ndarray]:
+    """All that comes out of experts on a mesh, forward and backward; one row has the largest number."""
+    mesh = make_mesh(resolve_mesh(make_config(mesh=sizes).mesh, int(np.prod([*sizes.values()]))))
+    std = jnp.array([1, 0.1, 3, 0.01])[:, None, None]
+    x = (draw(0, EXPERTS, PER_EXPERT, EMBED, dtype=jnp.float32) * std).at[2, 5, 3].set(20)
+    shapes = {"up": (EMBED, MLP), "gate": (EMBED, MLP), "down": (MLP, EMBED)}
+    kernels = {
+        name: draw(seed, EXPERTS, *shape, dtype=jnp.float32, std=0.2)
+        for seed, (name, shape) in enumerate(shapes.items(), start=1)
+    }
+    dy = draw(4, EXPERTS, PER_EXPERT, EMBED, dtype=jnp.float32)
+    others = make_scales(1, 1, 1) if dynamic else make_scales(1, 2, 2)
+    scales = {
+        name: others._replace(kernel=find_scale(find_amax(kernel), E4M3)) for name, kernel in kernels.items()
+    }
+    kernels_fp8 = {name: quantise(kernel, scales[name].kernel, E4M3) for name, kernel in kernels.items()}
+    with jax.set_mesh(mesh):
+        differentiate = jax.value_and_grad(make_experts(form, dynamic, mesh), argnums=(0, 2, 4), has_aux=True)
+        (_, y), (dx, dkernels, amaxes) = jax.jit(differentiate)(x, dy, kernels, kernels_fp8, scales)
+    found = {"y": y, "dx": dx} | {f"d_{name}": dkernel for name, dkernel in dkernels.items()}
     found |= {f"amax_{name}": jnp.stack(amax) for name, amax in amaxes.items()}
     return {name: np.asarray(each) for name, each in found.items()}
 
