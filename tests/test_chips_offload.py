@@ -19,10 +19,12 @@ LAYERS, EMBED, MLP = 8, 512, 1408
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, tuple[Setup, Any]]:
     made = {}
-    for way, offload in (
-        ("off", {}),
-        ("moments", {"optimizer_state": True}),
-        ("both", {"optimizer_state": True, "master_weights": True}),
+    both = {"optimizer_state": True, "master_weights": True}
+    for way, offload, precision in (
+        ("off", {}, "bf16"),
+        ("moments", {"optimizer_state": True}, "bf16"),
+        ("both", both, "bf16"),
+        ("both_fp8", both, "fp8"),
     ):
         tree = {
             "run_dir": "unused",
@@ -37,7 +39,7 @@ def compiled() -> dict[str, tuple[Setup, Any]]:
                 "mlp": MLP,
                 "vocab": 512,
             },
-            "precision": "bf16",
+            "precision": precision,
             "remat": "full",
             "offload": offload,
         }
@@ -70,7 +72,7 @@ def test_the_update_is_in_place_on_the_host(compiled: Any, way: str) -> None:
     assert memory.host_alias_size_in_bytes == memory.host_output_size_in_bytes > 0
 
 
-@pytest.mark.parametrize("way", ["off", "moments", "both"])
+@pytest.mark.parametrize("way", ["off", "moments", "both", "both_fp8"])
 def test_the_compiled_step_moves_what_the_closed_form_says(compiled: Any, way: str) -> None:
     setup, program = compiled[way]
     moves, expected = read_host_moves(program.as_text()), expect_host_traffic(setup.abstract_state)

@@ -193,9 +193,11 @@ def _multiply(
     summed = [dim for dim in shared if dim not in result]
     batch = [dim for dim in shared if dim in result]
     free = [dim for dim in a_dims + b_dims if dim not in shared]
-    numbers = tuple(
-        tuple([of.index(dim) for dim in dims] for of in (a_dims, b_dims)) for dims in (summed, batch)
-    )
+
+    def place(dims: list[str]) -> tuple[list[int], list[int]]:
+        return [a_dims.index(dim) for dim in dims], [b_dims.index(dim) for dim in dims]
+
+    numbers = place(summed), place(batch)
     if sizes_G is None:
         assert result == "".join(batch + free), f"{equation}: what is shared comes first, then x, then kernel"
         return lax.dot_general(a, b, numbers, preferred_element_type=dtype)

@@ -13,15 +13,15 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.sharding import Mesh
 
 from jaxscale.config import Config
 from jaxscale.models.model import Params
-from jaxscale.sharding.rules import Leaf, iterate_leaves, nest_by_name
+from jaxscale.sharding.rules import iterate_leaves, nest_by_name
 from jaxscale.sharding.zero import Layouts
+from jaxscale.training.host_memory import is_stacked, to_device, to_memory_of
 from jaxscale.training.optimizer import apply_update
 from jaxscale.training.optimizer_layout import HOST_MEMORY, find_owner
 from jaxscale.training.state import TrainState
@@ -53,11 +53,6 @@ def find_offload_problems(config: Config, mesh: Mesh) -> list[str]:
         problems.append(
             f"offload: precision.moments={config.precision.moments} rounds by draws for whole leaves, and "
             "state is streamed by layers; set precision.moments=fp32, or turn offload off"
-        )
-    if config.offload.master_weights and config.precision.compute == "fp8":
-        problems.append(
-            "offload.master_weights: precision.compute=fp8 makes kernels fp8 from the master weights on the "
-            "device; set offload.master_weights=false, or precision.compute=bf16"
         )
     if config.strategy.get("layers"):
         problems.append(
@@ -95,18 +90,6 @@ def _weigh_on_host(tree: Any) -> int:
     )
 
 
-def fetch_parameter(leaf: jax.Array, rule: Leaf, dtype: jnp.dtype) -> jax.Array:
-    """A kept parameter on the device in a format; from the host, a layer at a time where it is stacked."""
-    if not _is_on_host(leaf):
-        return leaf.astype(dtype)
-    if not _is_stacked(rule):
-        return _to_device(leaf).astype(dtype)
-    return lax.map(
-        lambda layer: _to_device(lax.dynamic_index_in_dim(leaf, layer, keepdims=False)).astype(dtype),
-        jnp.arange(leaf.shape[0]),
-    )
-
-
 def make_streamed_update(
     optimizer: optax.GradientTransformation, layouts: Layouts
 ) -> Callable[[Params, Any, Params, jax.Array], tuple[Params, Any]]:
@@ -136,7 +119,7 @@ def _list_parts(layouts: Layouts) -> list[tuple[list[str], int | None]]:
     stacks: dict[int, list[str]] = {}
     alone: list[tuple[list[str], int | None]] = []
     for path, leaf in layouts.leaves.items():
-        if _is_stacked(leaf):
+        if is_stacked(leaf):
             stacks.setdefault(leaf.shape[0], []).append(path)
         else:
             alone.append(([path], None))
@@ -179,16 +162,16 @@ class _Stream:
         """The part and the counters after the update, each array in the memory that it came from."""
         gradients = {path: self.gradients[path] for path in part.params}
         if layers is None:
-            moved, counted = self._update(gradients, jax.tree.map(_to_device, part), counters)
-            return jax.tree.map(_to_memory_of, moved, part), counted
+            moved, counted = self._update(gradients, jax.tree.map(to_device, part), counters)
+            return jax.tree.map(to_memory_of, moved, part), counted
 
         def visit(layer: jax.Array, carry: tuple[_State, Arrays]) -> tuple[_State, Arrays]:
             held, _ = carry
             pick = partial(lax.dynamic_index_in_dim, index=layer, keepdims=False)
-            old = jax.tree.map(lambda leaf: _to_device(pick(leaf)), held)
+            old = jax.tree.map(lambda leaf: to_device(pick(leaf)), held)
             new, counted = self._update(jax.tree.map(pick, gradients), old, counters)
             put = partial(lax.dynamic_update_index_in_dim, index=layer, axis=0)
-            return jax.tree.map(lambda leaf, part: put(leaf, _to_memory_of(part, leaf)), held, new), counted
+            return jax.tree.map(lambda leaf, part: put(leaf, to_memory_of(part, leaf)), held, new), counted
 
         return lax.fori_loop(0, layers, visit, (part, counters))
 
@@ -202,19 +185,3 @@ class _Stream:
         named = dict(iterate_leaves(moments))
         moved = _State(dict(iterate_leaves(params)), {path: named[path] for path in part.moments})
         return moved, {path: named[path] for path in counters}
-
-
-def _is_stacked(leaf: Leaf) -> bool:
-    return leaf.dims[:1] == ("layers",)
-
-
-def _is_on_host(leaf: jax.Array) -> bool:
-    return jax.typeof(leaf).memory_space == jax.memory.Space.Host
-
-
-def _to_device(leaf: jax.Array) -> jax.Array:
-    return jax.device_put(leaf, jax.memory.Space.Device) if _is_on_host(leaf) else leaf
-
-
-def _to_memory_of(leaf: jax.Array, home: jax.Array) -> jax.Array:
-    return jax.device_put(leaf, jax.memory.Space.Host) if _is_on_host(home) else leaf

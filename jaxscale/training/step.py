@@ -23,9 +23,10 @@ from jaxscale.sharding.rules import map_leaves
 from jaxscale.sharding.zero import Layouts
 from jaxscale.training.fp8_scaling import are_finite, make_fp8_weights, record_amaxes
 from jaxscale.training.gradients import Use, make_gradient_sums
+from jaxscale.training.host_memory import map_layers
 from jaxscale.training.loss_scale import find_loss_factor, move_loss_scale
 from jaxscale.training.nonfinite import count_nonfinite
-from jaxscale.training.offload import fetch_parameter, make_streamed_update
+from jaxscale.training.offload import make_streamed_update
 from jaxscale.training.optimizer import apply_update, clip_gradients
 from jaxscale.training.schedule import learning_rate
 from jaxscale.training.state import TrainState
@@ -63,7 +64,8 @@ def make_weights(params: Params, layouts: Layouts, dtype: jnp.dtype) -> Params:
 
     def cast(path: str, leaf: jax.Array) -> jax.Array:
         rule = layouts.leaves[path]
-        return fetch_parameter(leaf, rule, leaf.dtype if rule.is_exempt else dtype)
+        kept = leaf.dtype if rule.is_exempt else dtype
+        return map_layers(lambda layer: layer.astype(kept), leaf, rule)
 
     return _lay(map_leaves(cast, params), layouts.weights)
 
