@@ -32,10 +32,11 @@ def map_layers(function: Callable[[jax.Array], Any], leaf: jax.Array, rule: Leaf
 
     Of the whole parameter where it is not stacked.
     """
-    if not is_stacked(rule):
-        return function(to_device(leaf))
     if not is_on_host(leaf):
-        return jax.vmap(function)(leaf)
+        return jax.vmap(function)(leaf) if is_stacked(rule) else function(leaf)
+    if not is_stacked(rule):
+        # Without the barrier the TPU compiler gathers what comes from the host before it is cast.
+        return lax.optimization_barrier(function(to_device(leaf)))
     return lax.map(
         lambda layer: function(to_device(lax.dynamic_index_in_dim(leaf, layer, keepdims=False))),
         jnp.arange(leaf.shape[0]),
