@@ -18,7 +18,7 @@ from jaxscale.sharding.rules import iterate_leaves
 from jaxscale.training.setup import Setup, make_setup
 from tests.chips import describe_gpu, describe_tpu
 from tests.test_chips_step import MESH, make_chip_config
-from tests.test_fp8_experts import BATCHED, GROUPED, KERNEL_SPECS, ROWS_SPEC, make_experts
+from tests.test_fp8_experts import BATCHED, EXPERT_MESH, GROUPED, KERNEL_SPECS, ROWS_SPEC, make_experts
 
 pytestmark = pytest.mark.chips
 
@@ -71,9 +71,6 @@ def test_gathers_of_weights_carry_the_compute_format(chips: str) -> None:
         assert fp32.bytes / fp32.elements == pytest.approx(4, rel=0.01)
         assert set(fp8.dtypes) <= {"f8e4m3fn", "bf16", "s32"}
         assert fp8.bytes / fp8.elements < 2 - 0.9 * share
-
-
-EXPERT_MESH = {"fsdp": 2, "expert": 2, "tensor": 2}
 
 
 def compile_experts(form: str, mesh: Mesh) -> str:
