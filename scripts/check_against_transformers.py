@@ -18,7 +18,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from jaxscale.config import parse_config
 from jaxscale.models.build import shape_decoder, split_decoder
-from jaxscale.models.decoder import DecoderShape, Tokens
+from jaxscale.models.decoder import Tokens
+from jaxscale.models.shape import DecoderShape
 from jaxscale.sharding.rules import iterate_leaves
 
 LAYERS, EMBED, HEADS, KV_HEADS, MLP, VOCAB, LENGTH = 3, 128, 4, 2, 160, 300, 48
@@ -99,7 +100,7 @@ def compare(shape: DecoderShape, theirs: torch.nn.Module, convert: Any) -> tuple
     positions = jnp.tile(jnp.arange(LENGTH, dtype=jnp.int32), (2, 1))
     decoder = nnx.merge(definition, params)
     logits = decoder.extend(ids, jnp.int32(0), decoder.make_cache(2, LENGTH))[0]
-    hidden = decoder(Tokens(jnp.asarray(ids), positions, jnp.ones_like(positions)))
+    hidden, _ = decoder(Tokens(jnp.asarray(ids), positions, jnp.ones_like(positions)))
     whole = hidden @ params["embed" if shape.tied else "head"]["table"][:VOCAB].T
     with torch.no_grad():
         expected = theirs.eval()(torch.from_numpy(ids).long()).logits.numpy()

@@ -7,7 +7,7 @@ import pytest
 from jaxscale.config import Config, load_config
 from jaxscale.mesh import BATCH_AXES, axis_sizes, resolve_mesh
 from jaxscale.models.build import build_decoder, count_parameters, shape_decoder
-from jaxscale.models.decoder import DecoderShape
+from jaxscale.models.shape import DecoderShape
 from jaxscale.sharding.rules import iterate_leaves, lay_leaves
 
 pytestmark = pytest.mark.smoke

@@ -37,9 +37,9 @@ def run(args: argparse.Namespace) -> int:
     if not len(data.validation):
         raise UserError("data.validation_fraction=0: this run has no validation text to evaluate on")
     setup = make_setup(forget_optimizer(config), mesh, data.vocab)
-    step, params = load_params(run_dir, setup, args.step)
+    step, params, routers = load_params(run_dir, setup, args.step)
     count = args.sequences or len(data.validation)
-    loss_sum, counted = evaluate(setup, data, setup.compile_evaluation(), params, count)
+    loss_sum, counted = evaluate(setup, data, setup.compile_evaluation(), params, routers, count)
     loss = loss_sum / max(counted, 1.0)
     result = {
         "step": step,

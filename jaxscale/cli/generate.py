@@ -38,8 +38,10 @@ def run(args: argparse.Namespace) -> int:
     from jaxscale.data.tokenizer import load_tokenizer
     from jaxscale.mesh import make_mesh
     from jaxscale.models.build import split_decoder
+    from jaxscale.models.model import NO_INPUTS
     from jaxscale.models.sampling import sample_tokens
     from jaxscale.numerics.draw import make_key
+    from jaxscale.training.routers import make_inputs
     from jaxscale.training.setup import make_setup
     from jaxscale.training.weights import forget_optimizer, load_params
 
@@ -55,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
             f"the prompt's {len(prompt)} tokens and --tokens {args.tokens} are more than the "
             f"{setup.shape.positions} positions this model has learned; lower --tokens"
         )
-    step, params = load_params(run_dir, setup, args.step)
+    step, params, routers = load_params(run_dir, setup, args.step)
     with jax.set_mesh(mesh):
         tokens = sample_tokens(
             split_decoder(setup.shape)[0],
@@ -66,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
             top_k=args.top_k,
             key=make_key(args.seed),
             end_id=tokenizer.end_id,
+            routers=make_inputs(setup.model.routers, routers) or NO_INPUTS,
         )
         if args.json:
             print(json.dumps({"step": step, "prompt": args.prompt, "text": tokenizer.decode(list(tokens))}))

@@ -2,6 +2,7 @@
 
 from jaxscale.config.compare import check_same_mathematics
 from jaxscale.config.errors import UserError
+from jaxscale.config.experts import MoeConfig
 from jaxscale.config.load import dump_config, flatten_config, load_config, parse_config
 from jaxscale.config.memory import OffloadConfig, RematConfig
 from jaxscale.config.optimizers import OptimizerConfig, check_origin
@@ -26,6 +27,7 @@ __all__ = [
     "LossScaleConfig",
     "MeshConfig",
     "ModelConfig",
+    "MoeConfig",
     "NonfiniteConfig",
     "OffloadConfig",
     "OptimizerConfig",

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic.dataclasses import dataclass
 
+from jaxscale.config.experts import MoeConfig
 from jaxscale.config.fields import STRICT, Count, Positive, refuse_bool
 from jaxscale.config.memory import OffloadConfig, RematConfig, expand_remat
 from jaxscale.config.optimizers import OptimizerConfig
@@ -273,6 +274,8 @@ class Config:
         Discriminator(_tag_model),
     ]
     """A decoder by its shape, or a model of your own by its Python file; null: it comes from Python."""
+    moe: MoeConfig | None = None
+    """Experts in place of a decoder's MLP; null: a dense model."""
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     precision: Annotated[PrecisionConfig, BeforeValidator(_expand_precision)] = field(

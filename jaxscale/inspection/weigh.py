@@ -61,7 +61,7 @@ def weigh_leaves(
     reports = tuple(
         _weigh_leaf(
             leaf,
-            E4M3 if path in fp8_kernels else leaf.dtype if leaf.is_exempt else compute_dtype(precision),
+            E4M3 if path in fp8_kernels else leaf.dtype if leaf.keeps_format else compute_dtype(precision),
             kept[path],
             weights[path],
             gradients[path],

@@ -4,54 +4,30 @@ The module knows nothing of meshes beyond the names of its dims; its partition r
 `jaxscale.models.decoder_rules`. Array suffixes follow the legend in `jaxscale.sharding.rules`.
 """
 
-import math
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxscale.models.attention import Implementation, attend, attend_visible
+from jaxscale.models.attention import attend, attend_visible
+from jaxscale.models.experts import Experts, Purpose
+from jaxscale.models.layers import Mlp, Norm, Projection, project
+from jaxscale.models.model import NO_INPUTS, ExpertSums, RouterInputs
 from jaxscale.models.remat import DECODER_MATMULS, name_tensor, remat
 from jaxscale.models.rotary import Rotation, make_rotation, rotate
+from jaxscale.models.shape import DecoderShape
+from jaxscale.models.stack import scan_layers
 from jaxscale.numerics.draw import draw_normal
-from jaxscale.numerics.fp8 import E4M3, Scales, einsum_fp8
 from jaxscale.numerics.policy import widen
 from jaxscale.parallel.vocab import embed_tokens, sum_token_losses
 from jaxscale.sharding.activations import constrain
 
-VOCAB_MULTIPLE = 128  # the table's rows: a multiple of what a matrix unit takes, and of most tensor axes
-
-
-@dataclass(frozen=True)
-class DecoderShape:
-    """Everything that decides a decoder; sizes in elements, see `jaxscale.config.ModelConfig`."""
-
-    family: str
-    layers: int
-    embed: int
-    heads: int
-    kv_heads: int
-    head: int
-    mlp: int
-    vocab: int
-    positions: int
-    tied: bool
-    rope_theta: float
-    rope_scaling: str
-    norm_eps: float
-    cross_documents: bool
-    attention: Implementation
-    dtype: jnp.dtype
-    fp8: Literal["none", "delayed", "dynamic"] = "none"
-
-    @property
-    def padded_vocab(self) -> int:
-        """Rows of the table. The padding depends on no mesh, so a run moves between meshes as it is."""
-        return math.ceil(self.vocab / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+Visit = Callable[[Any, "Block", Any], tuple[Any, Any]]
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class Tokens(NamedTuple):
@@ -69,68 +45,6 @@ class Cache(NamedTuple):
     values_LBSKH: jax.Array
 
 
-class Fp8Input(nnx.Variable):
-    """What a projection in fp8 is handed beside its parameters."""
-
-
-class Projection(nnx.Module):
-    """An einsum with a kernel, and a bias where the family has one; in fp8 where the shape says so."""
-
-    def __init__(
-        self,
-        shape: DecoderShape,
-        rngs: nnx.Rngs,
-        equation: str,
-        kernel: tuple[int, ...],
-        std: float,
-        bias: tuple[int, ...] | None,
-    ):
-        self.equation, self.is_dynamic = equation, shape.fp8 == "dynamic"
-        self.kernel = nnx.Param(draw_normal(rngs.params(), kernel, std))
-        self.bias = None if bias is None else nnx.Param(jnp.zeros(bias, jnp.float32))
-        self.kernel_fp8 = None if shape.fp8 == "none" else Fp8Input(jnp.zeros(kernel, E4M3))
-        self.scales = None if shape.fp8 == "none" else Fp8Input(jnp.ones(len(Scales._fields), jnp.float32))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return project(x, self)[0]
-
-
-def project(x: jax.Array, *projections: Projection) -> tuple[jax.Array, ...]:
-    """The projections of one input."""
-    kernels = tuple(each.kernel[...].astype(x.dtype) for each in projections)
-    equations = tuple(each.equation for each in projections)
-    if projections[0].kernel_fp8 is None:
-        results = tuple(
-            jnp.einsum(equation, x, kernel) for equation, kernel in zip(equations, kernels, strict=True)
-        )
-    else:
-        kernels_fp8 = tuple(each.kernel_fp8[...] for each in projections if each.kernel_fp8 is not None)
-        scales = tuple(Scales(*each.scales[...]) for each in projections if each.scales is not None)
-        results = einsum_fp8(equations, projections[0].is_dynamic, x, kernels, kernels_fp8, scales)
-    return tuple(
-        y if each.bias is None else y + each.bias[...].astype(x.dtype)
-        for y, each in zip(results, projections, strict=True)
-    )
-
-
-class Norm(nnx.Module):
-    """RMSNorm (Llama) or LayerNorm with bias (GPT-2); statistics and scale in at least fp32."""
-
-    def __init__(self, shape: DecoderShape):
-        self.eps = shape.norm_eps
-        self.scale = nnx.Param(jnp.ones(shape.embed, jnp.float32))
-        self.bias = nnx.Param(jnp.zeros(shape.embed, jnp.float32)) if shape.family == "gpt2" else None
-
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        x = x_BTD.astype(widen(x_BTD.dtype))
-        if self.bias is not None:
-            x = x - x.mean(-1, keepdims=True)
-        x = x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.eps) * self.scale[...]
-        if self.bias is not None:
-            x = x + self.bias[...]
-        return x.astype(x_BTD.dtype)
-
-
 class Attention(nnx.Module):
     """Grouped-query self-attention."""
 
@@ -138,7 +52,7 @@ class Attention(nnx.Module):
         self.shape = shape
         d, n, k, h = shape.embed, shape.heads, shape.kv_heads, shape.head
         biased = shape.family == "gpt2"
-        std, out_std = _kernel_std(shape, d), _residual_std(shape, n * h)
+        std, out_std = shape.kernel_std(d), shape.residual_std(n * h)
         self.query = Projection(shape, rngs, "BTD,DNH->BTNH", (d, n, h), std, (n, h) if biased else None)
         self.key = Projection(shape, rngs, "BTD,DKH->BTKH", (d, k, h), std, (k, h) if biased else None)
         self.value = Projection(shape, rngs, "BTD,DKH->BTKH", (d, k, h), std, (k, h) if biased else None)
@@ -182,54 +96,57 @@ class Attention(nnx.Module):
         return name_tensor(q_BTNH, "query"), name_tensor(k_BTKH, "key"), name_tensor(v_BTKH, "value")
 
 
-class Mlp(nnx.Module):
-    """SwiGLU (Llama) or GELU in its tanh form (GPT-2)."""
-
-    def __init__(self, shape: DecoderShape, rngs: nnx.Rngs):
-        d, f, biased = shape.embed, shape.mlp, shape.family == "gpt2"
-        std = _kernel_std(shape, d)
-        self.up = Projection(shape, rngs, "BTD,DF->BTF", (d, f), std, (f,) if biased else None)
-        self.gate = None if biased else Projection(shape, rngs, "BTD,DF->BTF", (d, f), std, None)
-        self.down = Projection(
-            shape, rngs, "BTF,FD->BTD", (f, d), _residual_std(shape, f), (d,) if biased else None
-        )
-
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        if self.gate is None:
-            up_BTF = name_tensor(constrain(self.up(x_BTD), "batch", "length", "mlp"), "mlp_up")
-            hidden_BTF = jax.nn.gelu(up_BTF, approximate=True)
-        else:
-            up_BTF, gate_BTF = (
-                constrain(y_BTF, "batch", "length", "mlp") for y_BTF in project(x_BTD, self.up, self.gate)
-            )
-            gate_BTF = name_tensor(gate_BTF, "mlp_gate")
-            hidden_BTF = jax.nn.silu(gate_BTF) * name_tensor(up_BTF, "mlp_up")
-        return self.down(name_tensor(hidden_BTF, "mlp_hidden"))
-
-
 class Block(nnx.Module):
-    """Pre-norm attention and MLP, each added to the residual stream."""
+    """Pre-norm attention and MLP, or experts in its place, each added to the residual stream."""
 
-    def __init__(self, shape: DecoderShape, rngs: nnx.Rngs):
+    def __init__(self, shape: DecoderShape, rngs: nnx.Rngs, *, has_experts: bool = False):
         self.attention_norm = Norm(shape)
         self.attention = Attention(shape, rngs)
         self.mlp_norm = Norm(shape)
-        self.mlp = Mlp(shape, rngs)
+        if has_experts:
+            self.experts = Experts(shape, rngs)
+        else:
+            self.mlp = Mlp(shape, rngs, shape.mlp)
 
     def __call__(self, x_BTD: jax.Array, rotation: Rotation | None, segments_BT: jax.Array) -> jax.Array:
-        x_BTD = name_tensor(x_BTD, "block_input")
-        read_BTD = name_tensor(self.attention_norm(x_BTD), "attention_norm")
-        mixed_BTD = name_tensor(self.attention(read_BTD, rotation, segments_BT), "attention_out")
-        x_BTD = self._add(x_BTD, mixed_BTD)
-        return self._add(x_BTD, self.mlp(name_tensor(self.mlp_norm(x_BTD), "mlp_norm")))
+        x_BTD = self._mix(x_BTD, rotation, segments_BT)
+        return _add(x_BTD, self.mlp(name_tensor(self.mlp_norm(x_BTD), "mlp_norm")))
 
-    def extend(self, x_BTD: jax.Array, rotation: Rotation | None, *cache: jax.Array) -> tuple:
+    def route(
+        self,
+        x_BTD: jax.Array,
+        rotation: Rotation | None,
+        segments_BT: jax.Array,
+        inputs: RouterInputs,
+        keys_B: jax.Array | None,
+    ) -> tuple[jax.Array, ExpertSums]:
+        """The block of a layer with experts; padding reaches none."""
+        x_BTD = self._mix(x_BTD, rotation, segments_BT)
+        read_BTD = name_tensor(self.mlp_norm(x_BTD), "mlp_norm")
+        purpose: Purpose = "evaluation" if keys_B is None else "training"
+        y_BTD, sums = self.experts(read_BTD, segments_BT > 0, inputs, keys_B, purpose=purpose)
+        return _add(x_BTD, y_BTD), sums
+
+    def extend(
+        self, x_BTD: jax.Array, rotation: Rotation | None, inputs: RouterInputs, *cache: jax.Array
+    ) -> tuple:
         mixed_BTD, keys, values = self.attention.extend(self.attention_norm(x_BTD), rotation, *cache)
         x_BTD = x_BTD + mixed_BTD
-        return x_BTD + self.mlp(self.mlp_norm(x_BTD)), keys, values
+        read_BTD = self.mlp_norm(x_BTD)
+        if hasattr(self, "mlp"):
+            return x_BTD + self.mlp(read_BTD), keys, values
+        every = jnp.ones(x_BTD.shape[:2], bool)
+        y_BTD, _ = self.experts(read_BTD, every, inputs, None, purpose="generation")
+        return x_BTD + y_BTD, keys, values
 
-    def _add(self, x_BTD: jax.Array, y_BTD: jax.Array) -> jax.Array:
-        return constrain(x_BTD + y_BTD, "batch", "length", "embed")
+    def _mix(self, x_BTD: jax.Array, rotation: Rotation | None, segments_BT: jax.Array) -> jax.Array:
+        x_BTD = name_tensor(x_BTD, "block_input")
+        read_BTD = name_tensor(self.attention_norm(x_BTD), "attention_norm")
+        return _add(x_BTD, name_tensor(self.attention(read_BTD, rotation, segments_BT), "attention_out"))
+
+
+def _add(x_BTD: jax.Array, y_BTD: jax.Array) -> jax.Array:
+    return constrain(x_BTD + y_BTD, "batch", "length", "embed")
 
 
 class Table(nnx.Module):
@@ -241,35 +158,73 @@ class Table(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Token ids to final hidden states; the loss and the logits go through the table that is the head."""
+    """Token ids to final hidden states; the loss and the logits go through the table that is the head.
+
+    Layers alike are stacked: `layers`, or `dense_layers` and `expert_layers` in a model with experts.
+    """
 
     def __init__(self, shape: DecoderShape, rngs: nnx.Rngs):
         self.shape = shape
-        std = _kernel_std(shape, shape.embed)
+        std = shape.kernel_std(shape.embed)
         self.embed = Table(rngs, shape.vocab, shape.padded_vocab, shape.embed, std)
         if shape.family == "gpt2":
             self.positions = Table(rngs, shape.positions, shape.positions, shape.embed, std)
-        self.layers = nnx.vmap(partial(Block, shape))(rngs.split(shape.layers))
+        if shape.experts is None:
+            self.layers = nnx.vmap(partial(Block, shape))(rngs.split(shape.layers))
+        else:
+            if shape.dense_layers:
+                self.dense_layers = nnx.vmap(partial(Block, shape))(rngs.split(shape.dense_layers))
+            make_block = partial(Block, shape, has_experts=True)
+            self.expert_layers = nnx.vmap(make_block)(rngs.split(shape.expert_layers))
         self.final_norm = Norm(shape)
         if not shape.tied:
             self.head = Table(rngs, shape.vocab, shape.padded_vocab, shape.embed, std)
 
-    def __call__(self, tokens: Tokens) -> jax.Array:
-        """Final hidden states x_BTD in the compute dtype."""
+    def __call__(
+        self, tokens: Tokens, inputs: RouterInputs = NO_INPUTS, keys_B: jax.Array | None = None
+    ) -> tuple[jax.Array, ExpertSums | None]:
+        """Final hidden states x_BTD in the compute dtype, and what layers with experts add up to.
+
+        Args:
+          keys_B: a key a sequence in training; None in evaluation.
+        """
         x_BTD, rotation = self._enter(tokens.ids_BT, tokens.positions_BT)
-        definition, stacked = nnx.split(self.layers)
 
-        def visit(x_BTD: jax.Array, layer: Any) -> tuple[jax.Array, None]:
-            return nnx.merge(definition, layer)(x_BTD, rotation, tokens.segments_BT), None
+        def visit_dense(x_BTD: jax.Array, block: Block, _: Any) -> tuple[jax.Array, None]:
+            return block(x_BTD, rotation, tokens.segments_BT), None
 
-        x_BTD, _ = lax.scan(remat(visit, in_scan=True, matmuls=DECODER_MATMULS), x_BTD, stacked)
-        return self.final_norm(x_BTD)
+        def visit_experts(x_BTD: jax.Array, block: Block, extra: Any) -> tuple[jax.Array, ExpertSums]:
+            inputs, number = extra
+            keys = keys_B if keys_B is None else jax.vmap(partial(jax.random.fold_in, data=number))(keys_B)
+            return block.route(x_BTD, rotation, tokens.segments_BT, inputs, keys)
 
-    def sum_losses(self, tokens: Tokens, labels_BT: jax.Array, weights_BT: jax.Array) -> jax.Array:
-        """Weighted sum of next-token cross-entropies, nats, fp32 scalar."""
-        return sum_token_losses(self(tokens), self._head_table(), labels_BT, weights_BT, self.shape.vocab)
+        extras = (inputs, jnp.arange(self.shape.expert_layers, dtype=jnp.uint32))
+        x_BTD, _, sums = self._visit_layers(
+            visit_dense,
+            visit_experts,
+            x_BTD,
+            None,
+            extras,
+            wrap=partial(remat, in_scan=True, matmuls=DECODER_MATMULS),
+        )
+        return self.final_norm(x_BTD), sums
 
-    def extend(self, ids_BT: jax.Array, start: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+    def sum_losses(
+        self,
+        tokens: Tokens,
+        labels_BT: jax.Array,
+        weights_BT: jax.Array,
+        inputs: RouterInputs = NO_INPUTS,
+        keys_B: jax.Array | None = None,
+    ) -> tuple[jax.Array, ExpertSums | None]:
+        """Weighted sum of next-token cross-entropies, nats, fp32 scalar, and the sums of the experts."""
+        x_BTD, sums = self(tokens, inputs, keys_B)
+        loss = sum_token_losses(x_BTD, self._head_table(), labels_BT, weights_BT, self.shape.vocab)
+        return loss, sums
+
+    def extend(
+        self, ids_BT: jax.Array, start: jax.Array, cache: Cache, inputs: RouterInputs = NO_INPUTS
+    ) -> tuple[jax.Array, Cache]:
         """Decoding: T new tokens from slot `start` on.
 
         Returns:
@@ -277,25 +232,61 @@ class Decoder(nnx.Module):
         """
         positions_BT = jnp.broadcast_to(start + jnp.arange(ids_BT.shape[1]), ids_BT.shape)
         x_BTD, rotation = self._enter(ids_BT, positions_BT)
-        definition, stacked = nnx.split(self.layers)
 
-        def visit(x_BTD: jax.Array, inputs: tuple) -> tuple[jax.Array, tuple]:
-            layer, keys, values = inputs
-            block = nnx.merge(definition, layer)
-            x_BTD, keys, values = block.extend(x_BTD, rotation, keys, values, start)
+        def visit_layer(x_BTD: jax.Array, block: Block, extra: Any) -> tuple[jax.Array, Any]:
+            inputs, (keys, values) = extra
+            x_BTD, keys, values = block.extend(x_BTD, rotation, inputs, keys, values, start)
             return x_BTD, (keys, values)
 
-        x_BTD, (keys, values) = lax.scan(visit, x_BTD, (stacked, cache.keys_LBSKH, cache.values_LBSKH))
+        split = [self.shape.dense_layers]
+        dense, experts = zip(*(jnp.split(kept, split) for kept in cache), strict=True)
+        x_BTD, dense, experts = self._visit_layers(
+            visit_layer, visit_layer, x_BTD, (NO_INPUTS, dense), (inputs, experts), wrap=lambda run: run
+        )
+        kept = [part for part in (dense, experts) if part is not None]
+        cache = Cache(*(jnp.concatenate(parts) for parts in zip(*kept, strict=True)))
         table_VD = self._head_table()[: self.shape.vocab].astype(x_BTD.dtype)
         logits_BTV = jnp.einsum(
             "BTD,VD->BTV", self.final_norm(x_BTD), table_VD, preferred_element_type=widen(x_BTD.dtype)
         )
-        return logits_BTV, Cache(keys, values)
+        return logits_BTV, cache
 
     def make_cache(self, sequences: int, slots: int) -> Cache:
-        """An empty cache for `slots` tokens a sequence."""
+        """An empty cache for `slots` tokens a sequence; dense layers come before those with experts."""
         shape = (self.shape.layers, sequences, slots, self.shape.kv_heads, self.shape.head)
         return Cache(jnp.zeros(shape, self.shape.dtype), jnp.zeros(shape, self.shape.dtype))
+
+    def _visit_layers(
+        self, visit_dense: Visit, visit_expert: Visit, carry: Any, dense: Any, expert: Any, *, wrap: Wrap
+    ) -> tuple[Any, Any, Any]:
+        """All layers in their order (`scan_layers`).
+
+        Args:
+          visit_dense, visit_expert: (carry, block, what the layer is handed) -> (carry, what it returns).
+          dense, expert: what layers of a kind are handed, stacked.
+          wrap: what becomes of the function of one layer.
+        """
+        experts = self.shape.experts
+        stacks = {"dense": getattr(self, "dense_layers", None), "expert": None}
+        if experts is None:
+            stacks["dense"] = self.layers
+        else:
+            stacks["expert"] = self.expert_layers
+
+        def prepare(stack: Block | None, visit: Visit, handed: Any) -> tuple[Any, Any]:
+            if stack is None:
+                return None, None
+            definition, stacked = nnx.split(stack)
+
+            def run(carry: Any, layer: Any) -> tuple[Any, Any]:
+                return visit(carry, nnx.merge(definition, layer[0]), layer[1])
+
+            return wrap(run), (stacked, handed)
+
+        run_dense, dense = prepare(stacks["dense"], visit_dense, dense)
+        run_expert, expert = prepare(stacks["expert"], visit_expert, expert)
+        first, every = (experts.first_dense, experts.every) if experts else (0, 1)
+        return scan_layers(run_dense, run_expert, carry, dense, expert, first_dense=first, every=every)
 
     def _enter(self, ids_BT: jax.Array, positions_BT: jax.Array) -> tuple[jax.Array, Rotation | None]:
         """Embedded tokens and, for rotary families, the rotation of their positions."""
@@ -314,13 +305,3 @@ class Decoder(nnx.Module):
 
     def _head_table(self) -> jax.Array:
         return (self.embed if self.shape.tied else self.head).table[...]
-
-
-def _kernel_std(shape: DecoderShape, fan_in: int) -> float:
-    """GPT-2 published 0.02 for all; elsewhere a projection keeps the variance of what enters it."""
-    return 0.02 if shape.family == "gpt2" else fan_in**-0.5
-
-
-def _residual_std(shape: DecoderShape, fan_in: int) -> float:
-    """Projections into the residual stream shrink with depth, so that its variance does not grow (GPT-2)."""
-    return _kernel_std(shape, fan_in) / math.sqrt(2 * shape.layers)

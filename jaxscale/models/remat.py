@@ -29,12 +29,38 @@ DECODER_TENSORS = {
     "value": "values: [B, T, K, H]",
     "attention": "what attention returns, with the softmax statistics of splash and cuDNN: [B, T, N, H]",
     "attention_out": "what attention adds to the residual stream: [B, T, D]",
-    "mlp_norm": "what the MLP's projections read: [B, T, D]",
+    "mlp_norm": "what the MLP's projections, or router and experts, read: [B, T, D]",
     "mlp_up": "result of the up projection: [B, T, F]",
     "mlp_gate": "result of the gate projection, of Llama: [B, T, F]",
     "mlp_hidden": "what the down projection reads: [B, T, F]",
+    "expert_input": "tokens as they reached their experts: [rows, D]",
+    "expert_up": "result of the experts' up projection: [rows, F]",
+    "expert_gate": "result of the experts' gate projection, of Llama: [rows, F]",
+    "expert_hidden": "what the experts' down projection reads: [rows, F]",
+    "expert_out": "what each choice's expert returned for each token: [tokens, choices, D]",
 }
-DECODER_MATMULS = ("query", "key", "value", "attention_out", "mlp_up", "mlp_gate")
+DECODER_MATMULS = (
+    *("query", "key", "value", "attention_out", "mlp_up", "mlp_gate"),
+    *("expert_input", "expert_up", "expert_gate", "expert_out"),
+)
+
+
+def list_tensors(*, gated: bool, dense: bool, experts: bool) -> list[str]:
+    """Names of the tensors that a decoder has.
+
+    Args:
+      gated: whether its MLPs have a gate.
+      dense: whether any layer has a dense MLP or shared experts; `experts`: whether any has experts.
+    """
+    left_out = {"mlp_gate", "expert_gate"} if not gated else set()
+    if not dense:
+        left_out |= {"mlp_up", "mlp_gate", "mlp_hidden"}
+    return [
+        name
+        for name in DECODER_TENSORS
+        if name not in left_out and (experts or not name.startswith("expert_"))
+    ]
+
 
 # Kernels that keep their results and statistics under no name of ours.
 _NAMED_KERNELS = {"dot_product_attention_fwd_wrapper": "attention"}

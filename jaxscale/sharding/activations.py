@@ -96,6 +96,16 @@ def weight_axes(dim: str) -> Axes:
     return tuple(axis for axis in _strategy.get()[dim] if axis in automatic and sizes[axis] > 1)
 
 
+def region_axes(dim: str) -> Axes:
+    """The axes larger than 1 that a dim lies over, manual or not: what a region names in its own traffic.
+
+    Batch axes count for `batch` and for `experts`, which tokens travel to along one.
+    """
+    sizes = get_abstract_mesh().shape
+    axes = BATCH_AXES if dim == "batch" else _strategy.get()[dim]
+    return tuple(axis for axis in axes if sizes.get(axis, 1) > 1)
+
+
 def _axes_of_dim(dim: str) -> Axes:
     if dim == "batch":
         return BATCH_AXES

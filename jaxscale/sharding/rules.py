@@ -57,6 +57,7 @@ PARAMETER_STRATEGY: Mapping[str, Axes] = {
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
     "experts": ("expert",),
+    "router": REPLICATED,
     "layers": ("pipe",),
     "head": REPLICATED,
     "norm": REPLICATED,
@@ -145,8 +146,13 @@ class Leaf:
 
     @property
     def is_exempt(self) -> bool:
-        """Of a norm, or replicated by its rule: exempt from the compute format and from weight decay."""
+        """Of a norm, or replicated by its rule: exempt from weight decay."""
         return not {"norm", "replicated"}.isdisjoint(self.dims)
+
+    @property
+    def keeps_format(self) -> bool:
+        """Exempt from the compute format: of a norm or a router, or replicated by its rule."""
+        return self.is_exempt or "router" in self.dims
 
 
 def iterate_leaves(tree: Any) -> Iterator[tuple[str, Any]]:

@@ -41,6 +41,8 @@ class Layouts:
     gradients: Any
     """Gradient accumulators."""
     mesh: Mesh | AbstractMesh
+    split_dims: frozenset[str] = frozenset()
+    """Dims of parameters that the model itself takes apart over devices (`Model.split_dims`)."""
 
     @property
     def moments(self) -> Any:
@@ -53,13 +55,29 @@ class Layouts:
 
     @property
     def reduction_axes(self) -> Axes:
-        """Batch axes, larger than 1, over which no gradient is laid.
+        """Batch axes, larger than 1, over which no gradient is laid that has to be gathered for use.
 
         Gradients are reduced over them once, after the microbatches. Axes of size 1 stay out: reducing over
-        one beside automatic axes dies in XLA's partitioner.
+        one beside automatic axes dies in XLA's partitioner. Dims that the model takes apart by itself
+        (`split_dims`) do not count: each device keeps the gradient of its own part.
         """
-        laid = {axis for sharding in jax.tree.leaves(self.gradients) for axis in spec_axes(sharding.spec)}
+        laid = {
+            axis
+            for leaf, sharding in zip(self.leaves.values(), jax.tree.leaves(self.gradients), strict=True)
+            for name, axes in zip(leaf.dims, dim_axes(sharding.spec, len(leaf.shape)), strict=True)
+            for axis in axes
+            if name not in self.split_dims
+        }
         return tuple(axis for axis in BATCH_AXES if self.mesh.shape[axis] > 1 and axis not in laid)
+
+    def restrict(self, spec: PartitionSpec, *, to_reduction: bool) -> PartitionSpec:
+        """A spec with the reduction axes alone, or without them."""
+        axes = set(self.reduction_axes)
+        kept = [
+            tuple(axis for axis in each if (axis in axes) == to_reduction) or None
+            for each in dim_axes(spec, len(spec))
+        ]
+        return PartitionSpec(*kept)
 
 
 def spec_axes(spec: PartitionSpec) -> Axes:
@@ -78,7 +96,13 @@ def dim_axes(spec: PartitionSpec, rank: int) -> list[Axes]:
 
 
 def lay_stages(
-    leaves: Mapping[str, Leaf], shapes: Any, mesh: Mesh | AbstractMesh, stage: int, *, keep_gathered: bool
+    leaves: Mapping[str, Leaf],
+    shapes: Any,
+    mesh: Mesh | AbstractMesh,
+    stage: int,
+    *,
+    keep_gathered: bool,
+    split_dims: frozenset[str] = frozenset(),
 ) -> Layouts:
     """The layouts of a ZeRO stage, from leaves whose full specs are known to be legal."""
     structure = jax.tree.structure(shapes)
@@ -104,6 +128,7 @@ def lay_stages(
         weights=lay(over_fsdp if stage >= 3 and not keep_gathered else whole),
         gradients=lay(gradient),
         mesh=mesh,
+        split_dims=split_dims,
     )
 
 

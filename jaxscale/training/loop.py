@@ -27,6 +27,7 @@ from jaxscale.models.model import Model
 from jaxscale.numerics.draw import make_key
 from jaxscale.training.nonfinite import GiveUp
 from jaxscale.training.reporter import Reporter
+from jaxscale.training.routers import RouterState
 from jaxscale.training.run_dir import RunDir, check_run_dir, open_run_data, write_config
 from jaxscale.training.setup import Compiled, Setup, find_mesh, make_setup
 from jaxscale.training.state import TrainState
@@ -208,7 +209,7 @@ class _Session:
 
     def _evaluate(self, state: TrainState, step: int, sinks: Sinks) -> None:
         assert self.evaluation is not None
-        loss, weight = evaluate(self.setup, self.data, self.evaluation.result(), state.params)
+        loss, weight = evaluate(self.setup, self.data, self.evaluation.result(), state.params, state.routers)
         record = EvalRecord(
             step=step,
             tokens=step * self.config.batch.sequences * self.config.batch.length,
@@ -240,7 +241,12 @@ class _Session:
 
 
 def evaluate(
-    setup: Setup, data: Data, evaluation: Compiled, params: Any, count: int | None = None
+    setup: Setup,
+    data: Data,
+    evaluation: Compiled,
+    params: Any,
+    routers: RouterState | None,
+    count: int | None = None,
 ) -> tuple[float, float]:
     """Sum of losses in nats and counted tokens of `count` (None: eval.sequences) validation sequences."""
     batch = setup.evaluation_config.batch
@@ -251,7 +257,7 @@ def evaluate(
         microbatches=1,
         sharding=batch_sharding(setup.layouts),
     )
-    sums = [jax.device_get(evaluation(params, each)) for each in batches]
+    sums = [jax.device_get(evaluation(params, routers, each)) for each in batches]
     return sum(float(loss) for loss, _ in sums), sum(float(weight) for _, weight in sums)
 
 

@@ -15,10 +15,10 @@ from jaxscale.config import Config, ModelConfig, PythonModelConfig, UserError
 from jaxscale.mesh import BATCH_AXES, make_mesh, resolve_mesh
 from jaxscale.models.adapters import check_losses
 from jaxscale.models.build import build_decoder, complete_shape, find_contradictions
-from jaxscale.models.decoder import DecoderShape
 from jaxscale.models.model import Model
 from jaxscale.models.python_file import load_model
 from jaxscale.models.remat import find_remat_problems, use_remat
+from jaxscale.models.shape import DecoderShape
 from jaxscale.numerics.draw import make_key
 from jaxscale.sharding.activations import use_strategy
 from jaxscale.sharding.rules import PARAMETER_STRATEGY, REPLICATED, Axes, lay_leaves, raise_problems
@@ -119,13 +119,13 @@ class Setup:
         return compiled
 
     def compile_evaluation(self) -> Compiled:
-        """(parameters, batch of one microbatch) -> (sum of losses, sum of weights)."""
+        """(parameters, state of routers, batch of one microbatch) -> (sum of losses, sum of weights)."""
         evaluate = jax.jit(
             make_evaluation(self.model, self.layouts, self.config), out_shardings=self.layouts.replicated
         )
         batch = describe_batch(self.evaluation_config, self.layouts)
         with self.ambient():
-            return evaluate.lower(self.abstract_state.params, batch).compile()
+            return evaluate.lower(self.abstract_state.params, self.abstract_state.routers, batch).compile()
 
     @cached_property
     def evaluation_config(self) -> Config:
@@ -182,6 +182,8 @@ def make_setup(
         raise UserError("model: is required and has no value; give a decoder's shape, or `file` of your own")
     if shape is None:
         problems += find_remat_problems(config.remat, None)
+        if config.moe is not None:
+            problems.append("moe is for the decoder's layers, and this model is your own; remove the section")
     leaves, rule_problems = lay_leaves(model.shapes, model.rules, dict(mesh.shape), find_strategy(config))
     if config.precision.compute == "fp8" and not model.fp8_kernels:
         problems.append(
@@ -190,7 +192,12 @@ def make_setup(
         )
     raise_problems(problems + rule_problems)
     layouts = lay_stages(
-        leaves, model.shapes, mesh, config.zero.stage, keep_gathered=config.zero.keep_gathered
+        leaves,
+        model.shapes,
+        mesh,
+        config.zero.stage,
+        keep_gathered=config.zero.keep_gathered,
+        split_dims=model.split_dims,
     )
     if optimizer is None:
         optimizer = make_optimizer(config.optimizer, config.precision, leaves, layouts)

@@ -13,6 +13,7 @@ from jaxscale.sharding.zero import Layouts
 from jaxscale.training.fp8_scaling import init_history
 from jaxscale.training.loss_scale import LossScale, start_loss_scale
 from jaxscale.training.optimizer_layout import HOST_MEMORY, lay_optimizer
+from jaxscale.training.routers import RouterState, start_routers
 
 
 @jax.tree_util.register_dataclass
@@ -28,6 +29,8 @@ class TrainState:
     """None unless compute is fp16."""
     fp8: Any
     """Largest magnitudes of the last steps (`jaxscale.training.fp8_scaling`); None without delayed scales."""
+    routers: RouterState | None
+    """None unless the choice of experts goes by a bias."""
     updates: jax.Array
     """Applied optimizer updates."""
     skips: jax.Array
@@ -55,6 +58,7 @@ def init_state(
         moments=optimizer.init(params),
         loss_scale=start_loss_scale(config.loss_scale),
         fp8=init_history(model, config.fp8),
+        routers=start_routers(model.routers),
         updates=zero(),
         skips=zero(),
         skips_in_row=zero(),
@@ -72,9 +76,15 @@ def lay_state(
     params = layouts.params
     if config.offload.master_weights:
         params = jax.tree.map(lambda sharding: sharding.with_memory_kind(HOST_MEMORY), params)
-    extras = jax.eval_shape(lambda: (start_loss_scale(config.loss_scale), init_history(model, config.fp8)))
-    loss_scale, history = jax.tree.map(lambda _: whole, extras)
-    return TrainState(params, moments, loss_scale, history, whole, whole, whole, whole, whole)
+    extras = jax.eval_shape(
+        lambda: (
+            start_loss_scale(config.loss_scale),
+            init_history(model, config.fp8),
+            start_routers(model.routers),
+        )
+    )
+    loss_scale, history, routers = jax.tree.map(lambda _: whole, extras)
+    return TrainState(params, moments, loss_scale, history, routers, whole, whole, whole, whole, whole)
 
 
 def describe_state(

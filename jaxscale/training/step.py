@@ -18,16 +18,24 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxscale.config import Config
 from jaxscale.mesh import BATCH_AXES
 from jaxscale.models.model import Batch, Model, Params
-from jaxscale.numerics.policy import DTYPES, compute_dtype, matmul_precision
+from jaxscale.numerics.policy import DTYPES, compute_dtype, matmul_precision, widen
 from jaxscale.sharding.rules import map_leaves
 from jaxscale.sharding.zero import Layouts
 from jaxscale.training.fp8_scaling import are_finite, make_fp8_weights, record_amaxes
-from jaxscale.training.gradients import Use, make_gradient_sums
+from jaxscale.training.gradients import Sums, Use, make_gradient_sums
 from jaxscale.training.host_memory import map_layers
 from jaxscale.training.loss_scale import find_loss_factor, move_loss_scale
 from jaxscale.training.nonfinite import count_nonfinite
 from jaxscale.training.offload import make_streamed_update
-from jaxscale.training.optimizer import apply_update, clip_gradients
+from jaxscale.training.optimizer import apply_update, clip_gradients, find_norm
+from jaxscale.training.routers import (
+    RouterState,
+    count_routed,
+    find_penalty_factor,
+    make_inputs,
+    measure_routers,
+    move_bias,
+)
 from jaxscale.training.schedule import learning_rate
 from jaxscale.training.state import TrainState
 
@@ -64,7 +72,7 @@ def make_weights(params: Params, layouts: Layouts, dtype: jnp.dtype) -> Params:
 
     def cast(path: str, leaf: jax.Array) -> jax.Array:
         rule = layouts.leaves[path]
-        kept = leaf.dtype if rule.is_exempt else dtype
+        kept = leaf.dtype if rule.keeps_format else dtype
         return map_layers(lambda layer: layer.astype(kept), leaf, rule)
 
     return _lay(map_leaves(cast, params), layouts.weights)
@@ -96,19 +104,22 @@ def make_step(
             numbers = _number_sequences(state, config, layouts)
             fp8 = make_fp8_weights(state.params, state.fp8, model, layouts, config.fp8)
             factor = find_loss_factor(state.loss_scale, config.batch)
-            sums = sum_gradients(weights, Use(fp8, factor), {**batch, "sequences": numbers})
+            inputs = make_inputs(model.routers, state.routers)
+            use = Use(fp8, factor, inputs, find_penalty_factor(model.routers, batch))
+            sums = sum_gradients(weights, use, {**batch, "sequences": numbers})
         weight = jnp.maximum(sums.weight, 1.0)
         divisor = weight if factor is None else weight * factor
         # The optimizer works in the layout of its state: where that is finer than the accumulators', this is
         # where each device takes its part of the reduced gradient.
-        gradients = jax.tree.map(lambda g: g / divisor, _lay(sums.gradients, layouts.moments))
-        clipped, norm = clip_gradients(gradients, config.optimizer.clip_norm)
-        loss, rate = sums.loss / weight, _find_rate(state, config)
+        sums = sums._replace(gradients=_lay(sums.gradients, layouts.moments))
+        gradients = _divide(sums.gradients, divisor)
+        loss, norm, rate = sums.loss / weight, find_norm(gradients), _find_rate(state, config)
         # One flag for all: every gradient of every shard and microbatch is in the norm.
         is_finite = jnp.isfinite(loss) & jnp.isfinite(norm) & are_finite(sums.amaxes)
         good = is_finite & (sums.weight > 0)
         # A branch, not a selection of every element: the state left alone costs nothing, and less memory.
-        state, bad = lax.cond(good, update, _count_skip, state, clipped, rate, sums.amaxes)
+        # It takes the sums, not the quotients: whatever it is handed has to be in memory.
+        state, bad = lax.cond(good, update, _count_skip, state, sums, divisor, norm, rate)
         state = replace(state, sequences=state.sequences + _sequences(config))
         metrics = {
             "loss": loss,
@@ -119,6 +130,9 @@ def make_step(
             "skips_in_row": state.skips_in_row,
             "nonfinite": bad,
         }
+        if model.routers is not None:
+            assert sums.experts is not None
+            metrics |= measure_routers(model.routers, state.routers, sums.experts, count_routed(batch))
         if state.loss_scale is not None:
             assert config.loss_scale is not None
             metrics["loss_scale"] = state.loss_scale.scale
@@ -131,21 +145,27 @@ def make_step(
 
 def _make_update(
     optimizer: optax.GradientTransformation, layouts: Layouts, config: Config
-) -> Callable[[TrainState, Params, jax.Array, Any], tuple[TrainState, Any]]:
+) -> Callable[[TrainState, Sums, jax.Array, jax.Array, jax.Array], tuple[TrainState, Any]]:
     if config.offload.is_off:
         apply: ApplyUpdate = partial(apply_update, optimizer)
     else:
         apply = make_streamed_update(optimizer, layouts)
 
-    def update(state: TrainState, gradients: Params, rate: jax.Array, amaxes: Any) -> tuple[TrainState, Any]:
+    def update(
+        state: TrainState, sums: Sums, divisor: jax.Array, norm: jax.Array, rate: jax.Array
+    ) -> tuple[TrainState, Any]:
         """The state after one update, data position and loss scale aside; nothing is not finite."""
+        gradients = clip_gradients(_divide(sums.gradients, divisor), norm, config.optimizer.clip_norm)
         params, moments = apply(gradients, state.moments, state.params, rate)
         nothing = jnp.zeros(len(layouts.leaves), jnp.float32)
+        load = None if sums.experts is None else sums.experts.load
+        trained_tokens = state.trained_sequences.astype(jnp.float32) * config.batch.length
         updated = replace(
             state,
             params=params if config.offload.master_weights else _lay(params, layouts.params),
             moments=moments,
-            fp8=record_amaxes(state.fp8, amaxes),
+            fp8=record_amaxes(state.fp8, sums.amaxes),
+            routers=move_bias(state.routers, load, config.moe, trained_tokens),
             updates=state.updates + jnp.uint32(1),
             skips_in_row=jnp.zeros_like(state.skips_in_row),
             trained_sequences=state.trained_sequences + _sequences(config),
@@ -155,11 +175,16 @@ def _make_update(
     return update
 
 
-def _count_skip(state: TrainState, gradients: Params, *_: Any) -> tuple[TrainState, Any]:
+def _divide(sums: Params, divisor: jax.Array) -> Params:
+    """Gradients of the mean loss, fp32 at least."""
+    return jax.tree.map(lambda g: g.astype(widen(g.dtype)) / divisor, sums)
+
+
+def _count_skip(state: TrainState, sums: Sums, *_: Any) -> tuple[TrainState, Any]:
     """The state after a skipped step, where nothing but the counts of skips has moved; what is not finite."""
     one = jnp.uint32(1)
     skipped = replace(state, skips=state.skips + one, skips_in_row=state.skips_in_row + one)
-    return skipped, count_nonfinite(gradients)
+    return skipped, count_nonfinite(sums.gradients)
 
 
 def _find_rate(state: TrainState, config: Config) -> jax.Array:
@@ -183,13 +208,18 @@ def _number_sequences(state: TrainState, config: Config, layouts: Layouts) -> ja
     )
 
 
-def make_evaluation(model: Model, layouts: Layouts, config: Config) -> Callable[[Params, Batch], tuple]:
+def make_evaluation(
+    model: Model, layouts: Layouts, config: Config
+) -> Callable[[Params, RouterState | None, Batch], tuple]:
     """Sum of losses and of weights over one batch [1, B, T] of evaluation."""
 
-    def evaluate(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    def evaluate(params: Params, routers: RouterState | None, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        inputs = make_inputs(model.routers, routers)
+        options = {} if inputs is None else {"routers": inputs}
         with matmul_precision(config.precision):
             weights = make_weights(params, layouts, compute_dtype(config.precision))
-            return model.sum_losses(weights, jax.tree.map(lambda a: a[0], batch), None)
+            loss, weight, *_ = model.sum_losses(weights, jax.tree.map(lambda a: a[0], batch), None, **options)
+            return loss, weight
 
     return evaluate
 

@@ -19,8 +19,8 @@ import jax
 from jax.sharding import NamedSharding
 
 from jaxscale.mesh import BATCH_AXES
-from jaxscale.models.decoder import DecoderShape
 from jaxscale.models.remat import kept_by_name
+from jaxscale.models.shape import DecoderShape
 from jaxscale.sharding.rules import Axes, Leaf, iterate_leaves
 from jaxscale.sharding.zero import ZERO_AXIS, Layouts, dim_axes, spec_axes
 from jaxscale.training.adafactor import find_factored

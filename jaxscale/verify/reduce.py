@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from jaxscale.config import Config, ModelConfig
-from jaxscale.models.decoder import VOCAB_MULTIPLE
+from jaxscale.models.shape import VOCAB_MULTIPLE
 
 LAYERS = 2
 EMBED = 64
