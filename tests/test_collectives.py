@@ -230,11 +230,13 @@ def test_a_permute_over_pipe_names_pipe_alone():
         ("all-reduce", "((f32[8]{0}, bf16[4]{0}), (f32[8]{0}, bf16[4]{0}))", 12, 40),
         ("reduce-scatter", "((f32[32,64]{1,0}), f32[8,64]{1,0}, u32[])", 512, 2048),
         ("all-to-all", "((s8[32]{0}), s8[32]{0})", 32, 32),
-        ("ragged-all-to-all", "((f8e4m3fn[16], f8e4m3fn[24], s64[2]{0}), f8e4m3fn[24]{0})", 24, 24),
+        ("ragged-all-to-all", "((f8e4m3fn[16], f8e4m3fn[24], s64[2]{0}), f8e4m3fn[24]{0})", 16, 16),
+        ("ragged-all-to-all", "((f8e4m3fn[16], f8e4m3fn[8], s64[2]{0}), f8e4m3fn[8]{0})", 8, 8),
     ],
 )
 def test_an_asynchronous_pair_counts_once_with_the_size_of_its_result(kind, start_type, elements, size_bytes):
     [found] = _read(
+        "%a = f8e4m3fn[16] parameter(0)",
         f"%s = {start_type} {kind}-start(%a, /*index=1*/%b), replica_groups={{{{0,1}},{{2,3}}}}, "
         'channel_id=1, use_global_device_ids=true, metadata={op_name="x" source_file="a.py" source_line=7}',
         f"ROOT %d = f32[8]{{0}} {kind}-done(%s)",

@@ -152,10 +152,10 @@ def test_a_mean_of_means_over_microbatches_is_caught(oracle, monkeypatch):
 
     def scan(sum_microbatch, *arguments, **options):
         def average(weights, use, microbatch):
-            loss, weight, tree, _ = sum_microbatch(weights, use, microbatch)
-            share = jnp.maximum(weight, 1.0)
-            tree = jax.tree.map(lambda g: g / share, tree)
-            return gradients.Sums(loss / share, jnp.float32(1.0), tree, None)
+            sums = sum_microbatch(weights, use, microbatch)
+            share = jnp.maximum(sums.weight, 1.0)
+            tree = jax.tree.map(lambda g: g / share, sums.gradients)
+            return sums._replace(loss=sums.loss / share, weight=jnp.float32(1.0), gradients=tree)
 
         return right(average, *arguments, **options)
 
@@ -167,10 +167,9 @@ def test_a_mean_of_means_over_data_is_caught(oracle, monkeypatch):
     """Each shard divides by its own weight; with one microbatch nothing else is wrong."""
 
     def average(sums, axes):
-        loss, weight, tree, _ = sums
-        share = lax.psum(weight, axes) / (2 * jnp.maximum(weight, 1.0))
-        tree = jax.tree.map(lambda g: g * share, tree)
-        return lax.psum(gradients.Sums(loss * share, weight, tree, None), axes)
+        share = lax.psum(sums.weight, axes) / (2 * jnp.maximum(sums.weight, 1.0))
+        tree = jax.tree.map(lambda g: g * share, sums.gradients)
+        return lax.psum(sums._replace(loss=sums.loss * share, gradients=tree), axes)
 
     plant_lax(monkeypatch, gradients, psum=average)
     check_caught(oracle, replace(PLANTED, microbatches=1), "loss is off", "gradient at step 1")
@@ -380,7 +379,11 @@ def test_batches_have_masks_as_unequal_as_can_be(step_number):
     assert (by_microbatch == 0).sum() == 1, "a whole microbatch without a label"
     assert (by_shard == 0).sum() >= 1, "a whole shard without a label"
     assert counts.max() > 3 * max(counts[counts > 0].min(), 1)
-    assert set(np.unique(arrays["segments"])) == {1, 2}
+    assert set(np.unique(arrays["segments"])) == {0, 1, 2}
+    padding = arrays["segments"] == 0
+    assert not arrays["weights"][padding].any()
+    assert padding.all(1).any(), "a sequence that is nothing but padding"
+    assert padding.mean() < 0.4
     again = make_batch(make_config().batch, VOCAB, step_number)
     assert all(np.array_equal(arrays[name], again[name]) for name in arrays)
 

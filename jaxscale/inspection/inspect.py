@@ -10,9 +10,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from jaxscale.inspection.report import ActivationReport, Inspection, LeafReport, MemoryReport, sum_bytes
+from jaxscale.inspection.report import (
+    ActivationReport,
+    ExpertsReport,
+    Inspection,
+    LeafReport,
+    MemoryReport,
+    sum_bytes,
+)
 from jaxscale.inspection.traffic import compare_traffic, tabulate_expected, tabulate_traffic, warn_of_formats
 from jaxscale.inspection.weigh import measure_part, weigh_leaves
+from jaxscale.models.build import count_parameters
 from jaxscale.numerics.policy import compute_dtype
 from jaxscale.sharding.activations import Observation, watch_constraints
 from jaxscale.sharding.collectives import Collective, read_collectives
@@ -64,8 +72,25 @@ def inspect_setup(
         expected_collectives=expected,
         host_traffic=None if config.offload.is_off else expect_host_traffic(setup.abstract_state),
         host_moves=seen.host_moves if seen else None,
+        experts=_describe_experts(setup),
         warnings=tuple(warnings),
         errors=tuple(find_activation_errors(seen.activations)) if seen else (),
+    )
+
+
+def _describe_experts(setup: Setup) -> ExpertsReport | None:
+    if setup.shape is None or setup.shape.experts is None:
+        return None
+    shape, experts = setup.shape, setup.shape.experts
+    ways = math.prod(setup.mesh.shape[axis] for axis in setup.strategy["experts"])
+    return ExpertsReport(
+        layers=shape.expert_layers,
+        experts=experts.router.experts,
+        experts_per_device=experts.router.experts // ways,
+        top_k=experts.router.top_k,
+        shared_experts=experts.shared,
+        parameters=count_parameters(shape),
+        active_parameters=count_parameters(shape, active=True),
     )
 
 

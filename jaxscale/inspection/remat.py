@@ -92,7 +92,8 @@ def measure_remat(
 def count_matmul_flops(program: Jaxpr) -> int:
     """FLOPs of the matmuls of a traced program on all devices, attention kernels in it.
 
-    A loop counts with its trips, a branch as the dearest; a Pallas kernel with all blocks of its grid, also
+    A loop counts with its trips, a branch as the dearest; a matmul of groups of rows with all rows of its
+    buffer, also those that no group has; a Pallas kernel with all blocks of its grid, also
     those that its mask skips.
     """
     return _count_program(drop_unused(program))
@@ -108,6 +109,9 @@ def _count_equation(equation: Any) -> int:
         (contracted, _), _ = params["dimension_numbers"]
         shape = equation.invars[0].aval.shape
         return 2 * equation.outvars[0].aval.size * math.prod(shape[dim] for dim in contracted)
+    if name == "ragged_dot_general":
+        rows, others = (value.aval.shape for value in equation.invars[:2])
+        return _count_grouped(rows, others, params)
     if name in _KERNEL_MATMULS:
         (batch, length, heads, head), keys = (value.aval.shape for value in equation.invars[:2])
         return _KERNEL_MATMULS[name] * 2 * batch * length * heads * head * keys[1]
@@ -117,6 +121,16 @@ def _count_equation(equation: Any) -> int:
     return sum(inner) * _count_runs(name, params)
 
 
+def _count_grouped(rows: tuple[int, ...], others: tuple[int, ...], params: Any) -> int:
+    """FLOPs of a matmul whose rows are of several groups, each with a matrix of its own: all rows count, also
+    those of a buffer that no group has."""
+    dims = params["ragged_dot_dimension_numbers"]
+    (contracted, _), _ = dims.dot_dimension_numbers
+    summed = math.prod(rows[dim] for dim in contracted)
+    groups = math.prod(others[dim] for dim in dims.rhs_group_dimensions)
+    return 2 * math.prod(rows) * (math.prod(others) // (summed * groups))
+
+
 def _count_runs(name: str, params: Any) -> int:
     """How often an operation runs the programs inside it, over all devices."""
     if name == "scan":
@@ -124,7 +138,10 @@ def _count_runs(name: str, params: Any) -> int:
     if name == "shard_map":
         return math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
     if name == "pallas_call":
-        return math.prod(params["grid_mapping"].grid)
+        grid = params["grid_mapping"].grid
+        # How many blocks a grouped matmul has is known when it runs. It stands in a branch beside XLA's own,
+        # which counts instead.
+        return math.prod(grid) if all(isinstance(size, int) for size in grid) else 0
     return 1
 
 

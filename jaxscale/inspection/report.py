@@ -178,6 +178,23 @@ class MemoryReport:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertsReport:
+    """A model with experts, in numbers; parameters without rows of vocabulary padding."""
+
+    layers: int
+    """Layers with experts."""
+    experts: int
+    """Of a layer."""
+    experts_per_device: int
+    top_k: int
+    """Experts that a token chooses in each layer."""
+    shared_experts: int
+    parameters: int
+    active_parameters: int
+    """Those that one token uses."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Inspection:
     """The whole report of `inspect_setup`."""
 
@@ -197,6 +214,8 @@ class Inspection:
     """With state on the host: what lies there and what a step moves, by closed form."""
     host_moves: HostMoves | None
     """What the compiled step moves to and from the host; None on all but TPU, whose compiler alone says."""
+    experts: ExpertsReport | None
+    """None for a dense model, or one of one's own."""
     warnings: tuple[str, ...]
     errors: tuple[str, ...] = ()
     """What the compiler laid otherwise than asked."""
@@ -242,6 +261,7 @@ class Inspection:
             "expected_collectives": [row.to_json() for row in self.expected_collectives],
             "host_traffic": None if self.host_traffic is None else asdict(self.host_traffic),
             "host_moves": None if self.host_moves is None else asdict(self.host_moves),
+            "experts": None if self.experts is None else asdict(self.experts),
             "warnings": list(self.warnings),
             "errors": list(self.errors),
         }

@@ -13,6 +13,7 @@ from rich.text import Text
 from jaxscale.inspection.report import (
     ActivationReport,
     ExpectedRow,
+    ExpertsReport,
     Inspection,
     LeafReport,
     StateBytes,
@@ -51,7 +52,10 @@ def choose_unit(largest: int) -> Unit:
 
 def render_tables(inspection: Inspection) -> RenderableType:
     """All sections, one below the other."""
-    sections = [_render_mesh(inspection), _render_leaves(inspection), _render_replicated(inspection)]
+    sections = [_render_mesh(inspection)]
+    if inspection.experts is not None:
+        sections.append(_render_experts(inspection.experts))
+    sections += [_render_leaves(inspection), _render_replicated(inspection)]
     if inspection.collectives is not None and inspection.activations is not None:
         sections.append(_render_traffic(inspection.collectives, inspection.expected_collectives))
         sections.append(_render_activations(inspection.activations))
@@ -66,6 +70,16 @@ def _render_mesh(inspection: Inspection) -> RenderableType:
     count = f"{devices:,} device{'s' if devices > 1 else ''}"
     return Text(
         f"mesh  {used} = {count} ({inspection.platform}), ZeRO stage {inspection.zero_stage}", style="bold"
+    )
+
+
+def _render_experts(experts: ExpertsReport) -> RenderableType:
+    shared = f" beside {experts.shared_experts} shared" if experts.shared_experts else ""
+    layers = f"{experts.layers} layer{'s' if experts.layers > 1 else ''}"
+    return Text(
+        f"experts  {experts.experts} in each of {layers}, {experts.experts_per_device} of them on a device; "
+        f"a token takes {experts.top_k}{shared}\n"
+        f"parameters  {experts.parameters:,} in all, {experts.active_parameters:,} active (used by one token)"
     )
 
 
@@ -190,6 +204,11 @@ def _word_difference(elements: int | None, expected: ExpectedRow | None) -> str:
 
 
 def _render_activations(activations: Sequence[ActivationReport]) -> RenderableType:
+    if not activations:
+        return Text(
+            "Activations: no layout is asked for, or JAX cannot read any: the step is manual over an axis "
+            "that stands behind one that is not."
+        )
     as_asked = sum(each.is_as_asked for each in activations)
     return Text(f"Activations that the model lays: {len(activations)}, of which {as_asked} lie as asked.")
 

@@ -152,13 +152,21 @@ def constrain(x: jax.Array, *dims: str) -> jax.Array:
             )
     spec = activation_spec(*dims)
     x = jax.lax.with_sharding_constraint(x, spec)
-    if (observations := _watched.get()) is not None:
+    if (observations := _watched.get()) is not None and _can_observe():
         note = partial(_observe, dims, x.shape, x.dtype.name, spec, _taken.get())
         # Without a gradient: the primitive that looks has no derivative.
         jax.debug.inspect_array_sharding(
             jax.lax.stop_gradient(x), callback=lambda got: observations.append(note(got))
         )
     return x
+
+
+def _can_observe() -> bool:
+    """Whether JAX reads layouts right: in a region it takes automatic axes for the last ones of the mesh."""
+    mesh = get_abstract_mesh()
+    kinds = zip(mesh.axis_types, mesh.shape.values(), strict=True)
+    automatic = [kind == AxisType.Auto for kind, size in kinds if size > 1]
+    return automatic == sorted(automatic)
 
 
 def _observe(

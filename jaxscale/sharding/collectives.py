@@ -44,9 +44,9 @@ class Collective:
 
     Sizes are of the **result on one device, one call**, summed over a tuple:
     all-reduce and collective-broadcast: the whole operand; all-gather: the gathered whole; reduce-scatter:
-    the shard that is kept; all-to-all: all that is received, own part included; ragged-all-to-all: the whole
-    output buffer, filled or not; collective-permute: what is received. They are the compiler's sizes: a TPU
-    may pad.
+    the shard that is kept; all-to-all: all that is received, own part included; ragged-all-to-all: as much as
+    can cross, the smaller of both buffers; collective-permute: what is received. They are the compiler's
+    sizes: a TPU may pad.
     """
 
     kind: str
@@ -172,7 +172,7 @@ def _walk(program: Program, computation: str, mesh: MeshShape, context: _Context
     for instruction in program.instructions(computation):
         opcode = instruction.opcode
         if opcode.removesuffix("-start") in KINDS:
-            yield _describe(program, instruction, mesh, context)
+            yield _describe(program, computation, instruction, mesh, context)
         elif opcode == "while":
             trips = count_trips(program, computation, instruction)
             [body], [condition] = instruction.called("body"), instruction.called("condition")
@@ -212,12 +212,17 @@ def _metadata(instruction: Instruction) -> str:
     return "" if start < 0 else instruction.attributes[start:]
 
 
-def _describe(program: Program, instruction: Instruction, mesh: MeshShape, context: _Context) -> Collective:
+def _describe(
+    program: Program, computation: str, instruction: Instruction, mesh: MeshShape, context: _Context
+) -> Collective:
     kind, result = instruction.opcode.removesuffix("-start"), instruction.type
     if kind != instruction.opcode:
         # A start's type is (operands, results, ...); jax 0.10 gives all-reduce-start its results alone.
         parts = split_top(result[1:-1]) if result.startswith("(") else []
         result = parts[1] if parts and (kind != "all-reduce" or parts[0].startswith("(")) else result
+    if kind == "ragged-all-to-all":
+        operand = program.instruction(computation, instruction.operands[0]).type
+        result = min(operand, result, key=lambda each: _measure(each)[1])
     if kind == "all-reduce" and context.scattered is not None:
         kind, result = "reduce-scatter", context.scattered
     dtypes, elements, size_bytes = _measure(result)

@@ -35,16 +35,19 @@ def make_inputs(routers: Routers | None, state: RouterState | None) -> RouterInp
     return RouterInputs(bias=None if state is None else state.bias)
 
 
-def find_penalty_factor(routers: Routers | None, batch: Batch) -> jax.Array | None:
+def find_penalty_factor(routers: Routers | None, batch: Batch, dtype: jnp.dtype) -> jax.Array | None:
     """Weight of a step's labels over its routed tokens.
 
     Losses of routers are means over routed tokens, but everything is divided by the weight of the labels.
     Both are known before the step. 0 where there is no token; None for a dense model.
+
+    Args:
+      dtype: of the losses.
     """
     if routers is None:
         return None
-    tokens = count_routed(batch)
-    weight = batch["weights"].sum(dtype=jnp.float32)
+    tokens = count_routed(batch).astype(dtype)
+    weight = batch["weights"].sum(dtype=dtype)
     return jnp.where(tokens > 0, weight / jnp.maximum(tokens, 1.0), 0.0)
 
 

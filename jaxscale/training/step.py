@@ -105,7 +105,8 @@ def make_step(
             fp8 = make_fp8_weights(state.params, state.fp8, model, layouts, config.fp8)
             factor = find_loss_factor(state.loss_scale, config.batch)
             inputs = make_inputs(model.routers, state.routers)
-            use = Use(fp8, factor, inputs, find_penalty_factor(model.routers, batch))
+            wide = widen(compute_dtype(config.precision))
+            use = Use(fp8, factor, inputs, find_penalty_factor(model.routers, batch, wide))
             sums = sum_gradients(weights, use, {**batch, "sequences": numbers})
         weight = jnp.maximum(sums.weight, 1.0)
         divisor = weight if factor is None else weight * factor

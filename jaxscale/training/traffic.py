@@ -9,6 +9,11 @@ gradients are reduced for each microbatch, since accumulators lie in shards.
 Parameters' traffic holds for any model. A decoder's vocabulary is the exception that is ours: tokens travel
 to the embedding's channels instead of its table, and the head is gathered once for both passes
 (`jaxscale.parallel.vocab`). Traffic over `tensor` is the decoder's alone (Megatron's f and g).
+
+Experts lie over `expert`, so their gradients are never reduced over it; tokens travel there instead, to their
+experts and back, and once more each way with their gradients. A balance loss of the scope `step` takes one
+more forward pass of every microbatch, and all that a forward pass sends. The loads, E numbers a layer, are
+not counted.
 """
 
 import math
@@ -20,7 +25,8 @@ from jax.sharding import NamedSharding
 
 from jaxscale.mesh import BATCH_AXES
 from jaxscale.models.remat import kept_by_name
-from jaxscale.models.shape import DecoderShape
+from jaxscale.models.shape import DecoderShape, ExpertShape
+from jaxscale.parallel.capacity import count_slots
 from jaxscale.sharding.rules import Axes, Leaf, iterate_leaves
 from jaxscale.sharding.zero import ZERO_AXIS, Layouts, dim_axes, spec_axes
 from jaxscale.training.adafactor import find_factored
@@ -44,6 +50,11 @@ class _Parameter:
     """Elements of a parameter on a device in each layout, and the axes it lies over."""
 
     path: str
+    is_split: bool
+    """Whether the model takes it apart over devices by itself (`Model.split_dims`), as experts' kernels."""
+    is_router: bool
+    layers: int
+    """Of a stacked parameter; 1 of any other."""
     used: int
     gathered: int
     """In use, once gathered over `fsdp` too."""
@@ -68,6 +79,7 @@ def expected_traffic(setup: Setup) -> list[ExpectedTraffic]:
     ]
     if setup.shape is not None:
         rows += [*_expect_vocabulary(setup, setup.shape), *_expect_tensor(setup, setup.shape)]
+        rows += [*_expect_routers(setup, setup.shape), *_expect_dispatch(setup, setup.shape)]
     return [row for row in rows if row.elements]
 
 
@@ -83,6 +95,9 @@ def _measure_parameters(setup: Setup) -> list[_Parameter]:
         measured.append(
             _Parameter(
                 path=leaf.path,
+                is_split=not layouts.split_dims.isdisjoint(leaf.dims),
+                is_router="router" in leaf.dims,
+                layers=leaf.shape[0] if "layers" in leaf.dims[:1] else 1,
                 used=used_elements,
                 gathered=used_elements * (sizes[ZERO_AXIS] if ZERO_AXIS in used else 1),
                 accumulated=math.prod(shardings[2].shard_shape(leaf.shape)),
@@ -102,12 +117,13 @@ def _expect_gathers_a_step(setup: Setup, parameters: list[_Parameter]) -> Iterat
 
 
 def _expect_reduction_a_step(setup: Setup, parameters: list[_Parameter]) -> Iterator[ExpectedTraffic]:
-    axes = setup.layouts.reduction_axes
-    if not axes:
-        return
+    """Over the batch axes that wait for the end of the step, less those that a gradient lies over itself."""
     for parameter in parameters:
-        scattered = parameter.kept_axes - parameter.gradient_axes == set(axes)
-        yield _reduce(setup, axes, parameter.accumulated, scattered, "gradients, once a step")
+        waiting = frozenset(setup.layouts.reduction_axes) - parameter.gradient_axes
+        if waiting:
+            axes = _in_order(setup.layouts, waiting)
+            scattered = parameter.kept_axes - parameter.gradient_axes == waiting
+            yield _reduce(setup, axes, parameter.accumulated, scattered, "gradients, once a step")
 
 
 def _expect_zero_a_microbatch(setup: Setup, parameters: list[_Parameter]) -> Iterator[ExpectedTraffic]:
@@ -120,20 +136,53 @@ def _expect_zero_a_microbatch(setup: Setup, parameters: list[_Parameter]) -> Ite
     for parameter in parameters:
         is_looked_up, is_head = parameter.path in tables, parameter.path == _head_path(setup.shape)
         if ZERO_AXIS in parameter.used_axes and (is_head or not is_looked_up):
-            # XLA's CPU compiler takes the head's gather out of the loop.
-            gathers = 2 * times if not is_head else 1 if setup.platform == "cpu" else times
             yield ExpectedTraffic(
-                axes, "all-gather", gathers * parameter.gathered, "weights, for each microbatch"
+                axes,
+                "all-gather",
+                _count_gathers(setup, parameter, is_head=is_head) * parameter.gathered // parameter.layers,
+                "weights, for each microbatch",
             )
-        if is_head:  # ours to schedule, so that even the CPU compiler scatters
+        if is_head or parameter.is_split:  # ours to schedule, so that even the CPU compiler scatters
+            what = "the head's gradient" if is_head else "experts' gradients"
             yield ExpectedTraffic(
-                axes, "reduce-scatter", times * parameter.gathered, "the head's gradient, for each microbatch"
+                axes, "reduce-scatter", times * parameter.gathered, f"{what}, for each microbatch"
             )
-        elif not is_looked_up:
+        elif not is_looked_up and not parameter.is_router:
             scattered = ZERO_AXIS in parameter.gradient_axes
             yield _reduce(
                 setup, axes, times * parameter.gathered, scattered, "gradients, for each microbatch"
             )
+
+
+def _count_gathers(setup: Setup, parameter: _Parameter, *, is_head: bool) -> int:
+    """Layers of a parameter that a step gathers: the head for both passes at once, others for each pass, but
+    for experts' copies, which are kept between the two where nothing is computed again."""
+    uses = 1 if is_head or (parameter.is_split and setup.config.remat.is_off) else 2
+    times, counted = setup.config.batch.microbatches, 0 if is_head else _count_extra_passes(setup)
+    # XLA's CPU compiler takes a gather that stands in no loop of layers out of the loop of microbatches.
+    alone = 0
+    if setup.platform == "cpu":
+        alone = 1 if is_head else _count_unlooped(setup.shape, parameter.path)
+    in_loops = parameter.layers - alone
+    return in_loops * (uses * times + counted) + alone * (uses + bool(counted))
+
+
+def _count_unlooped(shape: DecoderShape | None, path: str) -> int:
+    """Layers of a stacked parameter whose loop runs once (`jaxscale.models.stack`), which is then no loop."""
+    stack = path.partition("/")[0]
+    if shape is None:
+        return 0
+    if shape.experts is not None and stack == "dense_layers":
+        between = shape.experts.every - 1 if shape.expert_layers == 1 else 0
+        return between + (shape.experts.first_dense == 1)
+    depth = {"layers": shape.layers, "expert_layers": shape.expert_layers}.get(stack)
+    return 1 if depth == 1 else 0
+
+
+def _count_extra_passes(setup: Setup) -> int:
+    """Forward passes of a step that only count the load of its experts."""
+    routers = setup.model.routers
+    return setup.config.batch.microbatches if routers is not None and routers.needs_load else 0
 
 
 def _expect_vocabulary(setup: Setup, shape: DecoderShape) -> Iterator[ExpectedTraffic]:
@@ -142,39 +191,92 @@ def _expect_vocabulary(setup: Setup, shape: DecoderShape) -> Iterator[ExpectedTr
         return
     if ZERO_AXIS not in setup.strategy["embed"]:
         return
-    tokens = _tokens_a_device(setup) * setup.config.batch.microbatches
+    times, tables = setup.config.batch.microbatches, len(_find_tables(shape))
     # Forward once for each table; backward once for all, which share their gradient.
-    exchanges = len(_find_tables(shape)) + 1
-    yield ExpectedTraffic((ZERO_AXIS,), "all-to-all", exchanges * tokens * shape.embed, "embedded tokens")
+    exchanges = (tables + 1) * times + tables * _count_extra_passes(setup)
+    elements = exchanges * _tokens_a_device(setup) * shape.embed
+    yield ExpectedTraffic((ZERO_AXIS,), "all-to-all", elements, "embedded tokens")
 
 
 def _expect_tensor(setup: Setup, shape: DecoderShape) -> Iterator[ExpectedTraffic]:
     ways, axes = setup.mesh.shape["tensor"], ("tensor",)
     if ways == 1 or any("tensor" not in setup.strategy[dim] for dim in ("heads", "kv_heads", "mlp", "vocab")):
         return
-    microbatches = setup.config.batch.microbatches
-    tokens = _tokens_a_device(setup)
-    # Attention and MLP each sum once in the forward pass and once in the backward pass; where attention's
-    # output is computed again it is summed once more. The MLP's is not needed again.
-    sums_a_layer = 4 if kept_by_name(setup.config.remat, "attention_out") else 5
-    if setup.platform == "cpu":  # sums the gradients from q, k, v, and from gate and up, each by itself
-        sums_a_layer += 3 if shape.family == "llama" else 2
+    microbatches, counted = setup.config.batch.microbatches, _count_extra_passes(setup)
+    tokens, tables = _tokens_a_device(setup), len(_find_tables(shape))
+    sums = microbatches * _count_sums(setup, shape) + counted * (2 * shape.layers + _count_shared(shape))
+    yield ExpectedTraffic(axes, "all-reduce", 2 * tokens * shape.embed * sums, "activations of the layers")
     yield ExpectedTraffic(
         axes,
         "all-reduce",
-        2 * microbatches * tokens * shape.embed * sums_a_layer * shape.layers,
-        "activations of the layers",
-    )
-    tables = len(_find_tables(shape))
-    yield ExpectedTraffic(
-        axes,
-        "all-reduce",
-        2 * microbatches * tokens * shape.embed * (tables + 1),
+        2 * tokens * shape.embed * (microbatches * (tables + 1) + counted * tables),
         "embedded tokens, and the gradient of the final hidden states",
     )
     yield ExpectedTraffic(
         axes, "all-gather", 3 * ways * microbatches * tokens, "statistics of the cross-entropy"
     )
+
+
+def _count_sums(setup: Setup, shape: DecoderShape) -> int:
+    """Activations [tokens, D] that a microbatch sums over `tensor` in all layers."""
+    # Attention and MLP, or experts, each sum once in the forward pass and once in the backward pass; where
+    # attention's output is computed again it is summed once more. The others' is not needed again.
+    again = 0 if kept_by_name(setup.config.remat, "attention_out") else 1
+    sums = (4 + again) * shape.layers + 2 * _count_shared(shape)
+    if setup.platform == "cpu":  # sums the gradients from q, k, v, and from gate and up, each by itself
+        sums += 2 * shape.layers
+        if shape.family == "llama":
+            sums += shape.dense_layers + _count_shared(shape)
+    return sums
+
+
+def _count_shared(shape: DecoderShape) -> int:
+    """Layers with shared experts, an MLP beside the experts that tokens choose."""
+    return shape.expert_layers if shape.experts is not None and shape.experts.shared else 0
+
+
+def _expect_routers(setup: Setup, shape: DecoderShape) -> Iterator[ExpectedTraffic]:
+    """Gradients of routers, which a region takes whole: summed over all axes that are automatic outside."""
+    if shape.experts is None:
+        return
+    sizes = setup.mesh.shape
+    batch = (axis for axis in BATCH_AXES if axis not in setup.layouts.reduction_axes)
+    axes = _in_order(setup.layouts, frozenset(axis for axis in (*batch, "tensor") if sizes[axis] > 1))
+    if axes:
+        kernels = shape.expert_layers * shape.embed * shape.experts.router.experts
+        elements = setup.config.batch.microbatches * kernels
+        scattered = axes == (ZERO_AXIS,)  # of which each device keeps its part
+        yield _reduce(setup, axes, elements, scattered, "routers' gradients, for each microbatch")
+
+
+def _expect_dispatch(setup: Setup, shape: DecoderShape) -> Iterator[ExpectedTraffic]:
+    """Tokens on their way to experts and back, and their gradients the other way round."""
+    experts, axes = shape.experts, ("expert",)
+    if experts is None or setup.mesh.shape["expert"] == 1 or "expert" not in setup.strategy["experts"]:
+        return
+    remat = setup.config.remat
+    # What was sent is sent again where it is computed again, each way by itself.
+    again = sum(not kept_by_name(remat, name) for name in ("expert_input", "expert_out"))
+    exchanges = (4 + again) * setup.config.batch.microbatches + 2 * _count_extra_passes(setup)
+    rows = _count_dispatched(setup, experts)
+    elements = exchanges * shape.expert_layers * rows * shape.embed
+    kind = "ragged-all-to-all" if experts.exchange == "ragged" else "all-to-all"
+    yield ExpectedTraffic(axes, kind, elements, "tokens to experts and back")
+
+
+def _count_dispatched(setup: Setup, experts: ExpertShape) -> int:
+    """Rows that a device sends one way: what its buffers hold, or without buffers one for each choice.
+
+    Where XLA lacks a ragged exchange, chunks are sent, to every device as large as could be needed.
+    """
+    length, router, tokens = setup.config.batch.length, experts.router, _tokens_a_device(setup)
+    if experts.exchange == "capacity":
+        slots = count_slots(length, router.top_k, router.experts, experts.capacity_factor)
+        return router.experts * slots * tokens // length
+    if experts.exchange == "ragged":
+        return router.top_k * tokens
+    devices = setup.mesh.shape["expert"]
+    return devices * tokens * min(router.top_k, router.experts // devices)
 
 
 def _expect_optimizer(setup: Setup) -> Iterator[ExpectedTraffic]:

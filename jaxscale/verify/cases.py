@@ -15,7 +15,7 @@ from jaxscale.config import Config, MeshConfig, ModelConfig, RematConfig
 from jaxscale.config.memory import RematPolicy
 from jaxscale.mesh import axis_sizes, count_asked
 
-USUAL_AXES = ("data", "fsdp", "tensor")  # where a configuration uses none
+USUAL_AXES = ("data", "fsdp", "tensor")  # where a configuration uses none; `expert` too if it has experts
 SEVERAL_MICROBATCHES = 4  # where a configuration has one
 Stage = Literal[0, 1, 2, 3]
 Remat = RematPolicy | Literal["config"]
@@ -80,13 +80,13 @@ def plan_cases(
       find_obstacle: (mesh, microbatches) -> why the model or the batch does not fit, or None.
       whole_product: every combination instead of every pair.
     """
-    several, left_out = _choose_microbatches(config)
+    tried, left_out = _choose_microbatches(config)
     fitting: dict[MeshConfig, tuple[int, ...]] = {}
-    for mesh in list_meshes(config.mesh, device_count):
-        obstacles = {count: find_obstacle(mesh, count) for count in (1, *several)}
+    for mesh in list_meshes(config.mesh, device_count, has_experts=config.moe is not None):
+        obstacles = {count: find_obstacle(mesh, count) for count in tried}
         fitting[mesh] = tuple(count for count, obstacle in obstacles.items() if obstacle is None)
         if not fitting[mesh] and len(set(obstacles.values())) == 1:
-            left_out.append(LeftOut(mesh, None, str(obstacles[1])))
+            left_out.append(LeftOut(mesh, None, str(obstacles[tried[0]])))
         else:
             left_out += [LeftOut(mesh, count, reason) for count, reason in obstacles.items() if reason]
     remats: tuple[Remat, ...] = get_args(RematPolicy)
@@ -103,16 +103,16 @@ def plan_cases(
         for remat in remats
         for clip in ("config", "half")
     ]
-    alone = [Case(MeshConfig(), 0, False, 1, remats[0], "half")]
-    alone += [Case(MeshConfig(), 0, False, count, remats[-1], "half") for count in several]
+    alone = [Case(MeshConfig(), 0, False, count, remats[0 if count == 1 else -1], "half") for count in tried]
     return alone + (product if whole_product else list(_cover_pairs(product))), left_out
 
 
-def list_meshes(mesh: MeshConfig, device_count: int) -> list[MeshConfig]:
+def list_meshes(mesh: MeshConfig, device_count: int, *, has_experts: bool = False) -> list[MeshConfig]:
     """Every assignment of all devices to the axes that a mesh uses (larger than 1, or -1)."""
     if device_count == 1:
         return []
-    axes = tuple(axis for axis, size in axis_sizes(mesh).items() if size != 1) or USUAL_AXES
+    usual = (*USUAL_AXES, "expert") if has_experts else USUAL_AXES
+    axes = tuple(axis for axis, size in axis_sizes(mesh).items() if size != 1) or usual
     return [
         MeshConfig(**dict(zip(axes, sizes, strict=True))) for sizes in _factorise(device_count, len(axes))
     ]
@@ -129,15 +129,23 @@ def _factorise(number: int, count: int) -> Iterator[tuple[int, ...]]:
 
 
 def _choose_microbatches(config: Config) -> tuple[tuple[int, ...], list[LeftOut]]:
-    """Several microbatches to try beside one, if the batch can be cut at all."""
+    """One and several microbatches, if the batch can be cut at all."""
     batch = config.batch
-    if batch.microbatches > 1:
+    if fixes_microbatches(config):
         return (batch.microbatches,), []
+    if batch.microbatches > 1:
+        return (1, batch.microbatches), []
     largest = max(n for n in range(1, SEVERAL_MICROBATCHES + 1) if batch.sequences % n == 0)
     if largest > 1:
-        return (largest,), []
+        return (1, largest), []
     reason = f"batch.sequences={batch.sequences} divides by no number of microbatches from 2 to 4"
-    return (), [LeftOut(None, SEVERAL_MICROBATCHES, reason)]
+    return (1,), [LeftOut(None, SEVERAL_MICROBATCHES, reason)]
+
+
+def fixes_microbatches(config: Config) -> bool:
+    """Whether the number of microbatches is part of the mathematics: a balance loss over each of them."""
+    moe = config.moe
+    return moe is not None and moe.has_loss and moe.balance_scope == "microbatch"
 
 
 def _cover_pairs(product: list[Case]) -> Iterator[Case]:

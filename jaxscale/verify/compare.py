@@ -46,6 +46,8 @@ class CaseResult:
     parameter_error: float | None = None
     worst_parameter: str | None = None
     optimizer_error: float | None = None
+    router_error: float | None = None
+    """Of what a run keeps of its routers; None without a bias."""
 
     @property
     def ok(self) -> bool:
@@ -68,6 +70,7 @@ class CaseResult:
             "parameter_error": self.parameter_error,
             "worst_parameter": self.worst_parameter,
             "optimizer_error": self.optimizer_error,
+            "router_error": self.router_error,
             "ok": self.ok,
             "problems": list(self.problems),
         }
@@ -136,6 +139,15 @@ def compare(
         problems += _word_leaves(errors, limits.grad, f"gradient at step {step}")
     problems += _word_leaves(params, limits.parameter, "parameter")
     problems += _word_leaves(moments, limits.optimizer, "optimizer state")
+    routers = Errors(
+        {
+            path: _distance(leaf, reference.routers[path]) / (_norm({path: reference.routers[path]}) or 1.0)
+            for path, leaf in trace.routers.items()
+        }
+    )
+    if routers.by_path:
+        problems += _word_leaves(routers, limits.parameter, "routers")
+    problems += _word_loads(trace.loads, reference.loads)
     worst = max(gradients.values(), key=lambda errors: _order(errors.largest))
     return CaseResult(
         case,
@@ -147,6 +159,7 @@ def compare(
         parameter_error=_finite(params.largest),
         worst_parameter=params.worst,
         optimizer_error=_finite(moments.largest),
+        router_error=_finite(routers.largest) if routers.by_path else None,
     )
 
 
@@ -202,6 +215,20 @@ def _word_leaves(errors: Errors, limit: float, what: str) -> list[str]:
         return []
     others = f", and {len(wrong) - 1} more of {len(errors.by_path)}" if len(wrong) > 1 else ""
     return [f"{what}: {errors.worst} is off by {_order(errors.largest):.1e} (limit {limit:.0e}){others}"]
+
+
+def _word_loads(ours: np.ndarray | None, reference: np.ndarray | None) -> list[str]:
+    """Which step chose other experts; a sum over steps, as a step's own tokens may have changed places."""
+    if ours is None or reference is None:
+        return []
+    moved = np.abs(ours - reference).sum((1, 2)) / 2
+    if not moved.any():
+        return []
+    step = int(np.flatnonzero(moved)[0])
+    return [
+        f"{moved[step]:g} of {reference[step].sum():g} choices fall on other experts at step {step + 1}; one "
+        "may by rounding, where two experts score alike: --fp64 tells that from a fault"
+    ]
 
 
 def _relative(ours: np.ndarray, reference: np.ndarray) -> list[float]:
