@@ -100,7 +100,7 @@ def compare(shape: DecoderShape, theirs: torch.nn.Module, convert: Any) -> tuple
     positions = jnp.tile(jnp.arange(LENGTH, dtype=jnp.int32), (2, 1))
     decoder = nnx.merge(definition, params)
     logits = decoder.extend(ids, jnp.int32(0), decoder.make_cache(2, LENGTH))[0]
-    hidden = decoder(Tokens(jnp.asarray(ids), positions, jnp.ones_like(positions)))
+    hidden, _ = decoder(Tokens(jnp.asarray(ids), positions, jnp.ones_like(positions)))
     whole = hidden @ params["embed" if shape.tied else "head"]["table"][:VOCAB].T
     with torch.no_grad():
         expected = theirs.eval()(torch.from_numpy(ids).long()).logits.numpy()

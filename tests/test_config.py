@@ -303,6 +303,7 @@ def test_every_field_is_described_and_every_section_too():
 
 UNITS = (
     *("devices", "steps", "updates", "sequences", "tokens", "channels", "heads", "blocks", "microbatches"),
+    *("experts", "layers", "groups", "choices"),
     *("checkpoints", "fraction", "share", "no unit", "per update", "per unit of", "gradient norm"),
 )
 

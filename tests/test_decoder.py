@@ -71,7 +71,7 @@ def make_forward(shape):
 
     @jax.jit
     def forward(params, tokens):
-        x_BTD = nnx.merge(definition, params)(tokens)
+        x_BTD, _ = nnx.merge(definition, params)(tokens)
         table_VD = params["embed" if shape.tied else "head"]["table"][: shape.vocab]
         return x_BTD, x_BTD.astype(jnp.float32) @ table_VD.T
 

@@ -1,6 +1,7 @@
 """Clipping, which leaves decay, and where the moments lie; formulas: tests/test_optimizers.py."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jaxscale.config import MeshConfig, parse_config
 from jaxscale.mesh import AXES, make_mesh
 from jaxscale.numerics.draw import make_key
 from jaxscale.sharding.rules import REPLICATED, iterate_leaves, lay_leaves
-from jaxscale.training.optimizer import clip_gradients, mask_decay
+from jaxscale.training.optimizer import clip_gradients, find_norm, mask_decay
 from jaxscale.training.optimizer_layout import lay_optimizer
 from jaxscale.training.setup import make_setup
 
@@ -60,11 +61,17 @@ def compute_norm(gradients):
     return np.sqrt(sum(np.square(np.asarray(g, np.float64)).sum() for g in jax.tree.leaves(gradients)))
 
 
+@partial(jax.jit, static_argnums=1)
+def clip(gradients, limit):
+    norm = find_norm(gradients)
+    return clip_gradients(gradients, norm, limit), norm
+
+
 @pytest.mark.smoke
 def test_clipping_at_half_the_norm_halves_and_reports_the_norm_before_it():
     gradients = make_gradients()
     norm = compute_norm(gradients)
-    clipped, reported = jax.jit(clip_gradients, static_argnums=1)(gradients, float(norm / 2))
+    clipped, reported = clip(gradients, float(norm / 2))
 
     np.testing.assert_allclose(reported, norm, rtol=1e-6)
     np.testing.assert_allclose(compute_norm(clipped), norm / 2, rtol=1e-6)
@@ -75,7 +82,7 @@ def test_clipping_at_half_the_norm_halves_and_reports_the_norm_before_it():
 @pytest.mark.parametrize("limit", [1e9, None])
 def test_gradients_within_the_limit_keep_every_bit(limit):
     gradients = make_gradients()
-    clipped, reported = jax.jit(clip_gradients, static_argnums=1)(gradients, limit)
+    clipped, reported = clip(gradients, limit)
 
     np.testing.assert_allclose(reported, compute_norm(gradients), rtol=1e-6)
     for got, given in zip(jax.tree.leaves(clipped), jax.tree.leaves(gradients), strict=True):
@@ -83,14 +90,14 @@ def test_gradients_within_the_limit_keep_every_bit(limit):
 
 
 def test_clipping_gradients_of_zero_leaves_them_at_zero():
-    clipped, norm = clip_gradients(jax.tree.map(jnp.zeros_like, make_gradients()), 1.0)
+    clipped, norm = clip(jax.tree.map(jnp.zeros_like, make_gradients()), 1.0)
     assert norm == 0
     assert all((np.asarray(leaf) == 0).all() for leaf in jax.tree.leaves(clipped))
 
 
 def test_norm_of_bf16_gradients_is_summed_in_fp32():
     gradients = {"kernel": jnp.full((4096,), 0.1, jnp.bfloat16)}
-    _, norm = clip_gradients(gradients, None)
+    norm = find_norm(gradients)
     assert norm.dtype == jnp.float32
     np.testing.assert_allclose(norm, compute_norm(gradients), rtol=1e-6)
 

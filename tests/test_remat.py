@@ -18,9 +18,9 @@ from jaxscale.cli.main import main
 from jaxscale.config import RematConfig, UserError, dump_config, load_config
 from jaxscale.inspection.remat import compare_remat, count_matmul_flops, render_remat
 from jaxscale.mesh import make_mesh
-from jaxscale.models import decoder
+from jaxscale.models import layers
 from jaxscale.models.model import Model
-from jaxscale.models.remat import DECODER_TENSORS, find_name, kept_by_name
+from jaxscale.models.remat import DECODER_TENSORS, find_name, kept_by_name, list_tensors
 from jaxscale.numerics.draw import make_key
 from jaxscale.sharding.equations import iterate_jaxprs
 from jaxscale.sharding.rules import iterate_leaves
@@ -86,7 +86,7 @@ def find_computed_again(setup: Setup) -> set[str]:
     return names
 
 
-ALL = set(DECODER_TENSORS)
+ALL = set(list_tensors(gated=True, dense=True, experts=False))
 COMPUTED_AGAIN = {
     "attention": ALL - {"attention"},
     "matmuls": {"block_input", "attention_norm", "attention", "mlp_norm", "mlp_hidden"},
@@ -113,7 +113,8 @@ def test_the_policies_keep_more_and_more() -> None:
     }
     assert kept["full"] == set()
     assert kept["attention"] == {"attention"}
-    assert kept["matmuls"] == {"query", "key", "value", "attention_out", "mlp_up", "mlp_gate"}
+    experts = {"expert_input", "expert_up", "expert_gate", "expert_out"}
+    assert kept["matmuls"] == {"query", "key", "value", "attention_out", "mlp_up", "mlp_gate"} | experts
     assert kept["none"] == set(DECODER_TENSORS)
 
 
@@ -214,14 +215,14 @@ def test_gpt2_has_no_gate() -> None:
 
 def test_a_kept_tensor_that_the_backward_pass_does_not_read_is_refused(monkeypatch: Any) -> None:
     """The name stands on a copy: the projection reads the array as it was before."""
-    right = decoder.name_tensor
+    right = layers.name_tensor
 
     def name_copy(x: jax.Array, name: str) -> jax.Array:
         named = right(x, name)
         return x if name == "mlp_hidden" else named
 
     make_remat_setup({"policy": "full", "keep": ["mlp_hidden"]}).trace_step()
-    monkeypatch.setattr(decoder, "name_tensor", name_copy)
+    monkeypatch.setattr(layers, "name_tensor", name_copy)
     for kind in ("keep", "offload"):
         with pytest.raises(UserError, match="mlp_hidden"):
             make_remat_setup({"policy": "full", kind: ["mlp_hidden"]}).trace_step()

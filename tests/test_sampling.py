@@ -25,14 +25,16 @@ VOCAB, LENGTH, PROMPT = 130, 24, 9
 @cache
 def make_shape(family, dtype="float32"):
     sizes = {"layers": 2, "embed": 16, "heads": 4, "mlp": 32, "tied": True}
-    if family == "llama":
+    if family != "gpt2":
         sizes["kv_heads"] = 2
+    moe = {"experts": 4, "top_k": 2, "mlp": 24, "first_dense": 1, "exchange": "capacity"}
     config = parse_config(
         {
             "run_dir": "unused",
             "steps": 1,
             "batch": {"sequences": 1, "length": LENGTH},
-            "model": {"family": family, **sizes},
+            "model": {"family": "llama" if family == "experts" else family, **sizes},
+            "moe": {**moe, "eval_capacity_factor": 2.0} if family == "experts" else None,
         },
         origin="this test",
     )
@@ -59,7 +61,8 @@ def make_forward(family):
     @jax.jit
     def forward(params, ids_T):
         places_BT = jnp.arange(LENGTH, dtype=jnp.int32)[None]
-        x_BTD = nnx.merge(definition, params)(Tokens(ids_T[None], places_BT, jnp.ones_like(places_BT)))
+        tokens = Tokens(ids_T[None], places_BT, jnp.ones_like(places_BT))
+        x_BTD, _ = nnx.merge(definition, params)(tokens)
         return x_BTD[0] @ params["embed"]["table"][:VOCAB].T
 
     def pad_and_run(ids):
@@ -89,7 +92,7 @@ def sample(family, prompt, **settings):
 
 
 @pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(tensor=2)], ids=["one device", "tensor=2"])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "experts"])
 def test_cached_decoding_gives_the_logits_of_the_whole_forward_pass(family, mesh):
     """A prompt padded and not, then one token after another, each over what the prompt's padding wrote."""
     definition, params = make_decoder(family)
@@ -98,7 +101,7 @@ def test_cached_decoding_gives_the_logits_of_the_whole_forward_pass(family, mesh
     assert np.abs(expected).max() > 1
 
     device_mesh = make_mesh(mesh, jax.devices()[: mesh.tensor])
-    rules = decoder_rules(family, tied=True)
+    rules = decoder_rules(make_shape(family))
     params = jax.device_put(params, plan_layouts(params, rules, device_mesh, 3).params)
     with jax.set_mesh(device_mesh):
         extend = jax.jit(lambda params, *inputs: nnx.merge(definition, params).extend(*inputs))

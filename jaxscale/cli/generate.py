@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     from jaxscale.data.tokenizer import load_tokenizer
     from jaxscale.mesh import make_mesh
     from jaxscale.models.build import split_decoder
-    from jaxscale.models.model import RouterInputs
+    from jaxscale.models.model import NO_INPUTS
     from jaxscale.models.sampling import sample_tokens
     from jaxscale.numerics.draw import make_key
     from jaxscale.training.routers import make_inputs
@@ -62,13 +62,13 @@ def run(args: argparse.Namespace) -> int:
         tokens = sample_tokens(
             split_decoder(setup.shape)[0],
             params,
-            make_inputs(setup.model.routers, routers) or RouterInputs(),
             prompt,
             count=args.tokens,
             temperature=args.temperature,
             top_k=args.top_k,
             key=make_key(args.seed),
             end_id=tokenizer.end_id,
+            routers=make_inputs(setup.model.routers, routers) or NO_INPUTS,
         )
         if args.json:
             print(json.dumps({"step": step, "prompt": args.prompt, "text": tokenizer.decode(list(tokens))}))

@@ -14,14 +14,12 @@ from jaxscale.models.attention import resolve_implementation
 from jaxscale.models.decoder import Decoder, Tokens
 from jaxscale.models.decoder_rules import decoder_rules
 from jaxscale.models.expert_shape import find_expert_problems, shape_experts
-from jaxscale.models.model import Batch, Model, Params, RouterInputs, Routers
+from jaxscale.models.model import NO_INPUTS, Batch, Model, Params, RouterInputs, Routers
 from jaxscale.models.remat import find_remat_problems, list_tensors
 from jaxscale.models.shape import DecoderShape
 from jaxscale.numerics.fp8 import Fp8Weights
 from jaxscale.numerics.policy import compute_dtype
 from jaxscale.sharding.rules import iterate_leaves, nest_by_name
-
-_NO_INPUTS = RouterInputs()
 
 
 def shape_decoder(config: Config, *, vocab: int, platform: str) -> DecoderShape:
@@ -133,7 +131,7 @@ def build_decoder(shape: DecoderShape) -> Model:
         keys_B: jax.Array | None = None,
         *,
         fp8: Fp8Weights | None = None,
-        routers: RouterInputs = _NO_INPUTS,
+        routers: RouterInputs = NO_INPUTS,
     ) -> tuple:
         decoder, tokens = merge(params, fp8), _read_tokens(batch)
         loss, sums = decoder.sum_losses(tokens, batch["labels"], batch["weights"], routers, keys_B)
@@ -146,7 +144,7 @@ def build_decoder(shape: DecoderShape) -> Model:
         keys_B: jax.Array | None,
         *,
         fp8: Fp8Weights | None = None,
-        routers: RouterInputs = _NO_INPUTS,
+        routers: RouterInputs = NO_INPUTS,
     ) -> jax.Array:
         _, sums = merge(params, fp8)(_read_tokens(batch), routers, keys_B)
         assert sums is not None

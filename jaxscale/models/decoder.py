@@ -14,9 +14,9 @@ from flax import nnx
 from jax import lax
 
 from jaxscale.models.attention import attend, attend_visible
-from jaxscale.models.experts import Experts
+from jaxscale.models.experts import Experts, Purpose
 from jaxscale.models.layers import Mlp, Norm, Projection, project
-from jaxscale.models.model import ExpertSums, RouterInputs
+from jaxscale.models.model import NO_INPUTS, ExpertSums, RouterInputs
 from jaxscale.models.remat import DECODER_MATMULS, name_tensor, remat
 from jaxscale.models.rotary import Rotation, make_rotation, rotate
 from jaxscale.models.shape import DecoderShape
@@ -123,7 +123,8 @@ class Block(nnx.Module):
         """The block of a layer with experts; padding reaches none."""
         x_BTD = self._mix(x_BTD, rotation, segments_BT)
         read_BTD = name_tensor(self.mlp_norm(x_BTD), "mlp_norm")
-        y_BTD, sums = self.experts(read_BTD, segments_BT > 0, inputs, keys_B, is_training=keys_B is not None)
+        purpose: Purpose = "evaluation" if keys_B is None else "training"
+        y_BTD, sums = self.experts(read_BTD, segments_BT > 0, inputs, keys_B, purpose=purpose)
         return _add(x_BTD, y_BTD), sums
 
     def extend(
@@ -134,7 +135,8 @@ class Block(nnx.Module):
         read_BTD = self.mlp_norm(x_BTD)
         if hasattr(self, "mlp"):
             return x_BTD + self.mlp(read_BTD), keys, values
-        y_BTD, _ = self.experts(read_BTD, jnp.ones(x_BTD.shape[:2], bool), inputs, None, is_training=False)
+        every = jnp.ones(x_BTD.shape[:2], bool)
+        y_BTD, _ = self.experts(read_BTD, every, inputs, None, purpose="generation")
         return x_BTD + y_BTD, keys, values
 
     def _mix(self, x_BTD: jax.Array, rotation: Rotation | None, segments_BT: jax.Array) -> jax.Array:
@@ -179,7 +181,7 @@ class Decoder(nnx.Module):
             self.head = Table(rngs, shape.vocab, shape.padded_vocab, shape.embed, std)
 
     def __call__(
-        self, tokens: Tokens, inputs: RouterInputs, keys_B: jax.Array | None
+        self, tokens: Tokens, inputs: RouterInputs = NO_INPUTS, keys_B: jax.Array | None = None
     ) -> tuple[jax.Array, ExpertSums | None]:
         """Final hidden states x_BTD in the compute dtype, and what layers with experts add up to.
 
@@ -212,8 +214,8 @@ class Decoder(nnx.Module):
         tokens: Tokens,
         labels_BT: jax.Array,
         weights_BT: jax.Array,
-        inputs: RouterInputs,
-        keys_B: jax.Array | None,
+        inputs: RouterInputs = NO_INPUTS,
+        keys_B: jax.Array | None = None,
     ) -> tuple[jax.Array, ExpertSums | None]:
         """Weighted sum of next-token cross-entropies, nats, fp32 scalar, and the sums of the experts."""
         x_BTD, sums = self(tokens, inputs, keys_B)
@@ -221,7 +223,7 @@ class Decoder(nnx.Module):
         return loss, sums
 
     def extend(
-        self, ids_BT: jax.Array, start: jax.Array, cache: Cache, inputs: RouterInputs
+        self, ids_BT: jax.Array, start: jax.Array, cache: Cache, inputs: RouterInputs = NO_INPUTS
     ) -> tuple[jax.Array, Cache]:
         """Decoding: T new tokens from slot `start` on.
 
@@ -239,7 +241,7 @@ class Decoder(nnx.Module):
         split = [self.shape.dense_layers]
         dense, experts = zip(*(jnp.split(kept, split) for kept in cache), strict=True)
         x_BTD, dense, experts = self._visit_layers(
-            visit_layer, visit_layer, x_BTD, (RouterInputs(), dense), (inputs, experts), wrap=lambda run: run
+            visit_layer, visit_layer, x_BTD, (NO_INPUTS, dense), (inputs, experts), wrap=lambda run: run
         )
         kept = [part for part in (dense, experts) if part is not None]
         cache = Cache(*(jnp.concatenate(parts) for parts in zip(*kept, strict=True)))

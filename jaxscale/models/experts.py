@@ -7,6 +7,7 @@ over `tensor`: each device returns its part of the sum, which is added up outsid
 
 from collections.abc import Callable
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,7 @@ from jaxscale.sharding.activations import (
     run_per_shard,
 )
 
+Purpose = Literal["training", "evaluation", "generation"]
 Multiply = Callable[[jax.Array, jax.Array], jax.Array]
 
 _UP_DIMS = ("experts", "embed", "mlp")
@@ -74,7 +76,7 @@ class Experts(nnx.Module):
         inputs: RouterInputs,
         keys_B: jax.Array | None,
         *,
-        is_training: bool,
+        purpose: Purpose,
     ) -> tuple[jax.Array, ExpertSums]:
         """What the experts add to the residual stream, and the sums of this layer.
 
@@ -82,7 +84,7 @@ class Experts(nnx.Module):
           is_routed_BT: False for padding, which no expert sees.
           inputs: of this layer: bias and load are [E].
           keys_B: a key a sequence, for jitter; None: none is drawn.
-          is_training: whether capacity is that of training.
+          purpose: which capacity holds; text is generated without any, so that no token is dropped.
         """
         batch, tensor = activation_axes("batch"), activation_axes("mlp")
         kernels = {
@@ -97,7 +99,7 @@ class Experts(nnx.Module):
         dims = {"up": _UP_DIMS, "gate": _UP_DIMS, "down": _DOWN_DIMS}
         rows = activation_spec("batch")
         region = run_per_shard(
-            partial(self._run, is_training=is_training),
+            partial(self._run, purpose=purpose),
             in_specs=(
                 activation_spec("batch", "length", "embed"),
                 rows,
@@ -126,7 +128,7 @@ class Experts(nnx.Module):
         keys_B: jax.Array | None,
         kernels: dict[str, jax.Array],
         *,
-        is_training: bool,
+        purpose: Purpose,
     ) -> tuple[jax.Array, ExpertSums]:
         """One device's tokens through the experts of all devices; sums with a leading dim of one."""
         shape = self.shape
@@ -134,12 +136,13 @@ class Experts(nnx.Module):
         if keys_B is not None and shape.router.jitter:
             noise_BTD = draw_jitter(keys_B, x_BTD.shape, shape.router.jitter)
         scores = score_experts(x_BTD, router_DE, shape.router, noise_BTD)
-        is_spare = shape.exchange == "capacity" and shape.reroutes
-        candidates = min(shape.router.top_k * (2 if is_spare else 1), shape.router.experts)
+        has_capacity = shape.exchange == "capacity" and purpose != "generation"
+        spare = 2 if has_capacity and shape.reroutes else 1
+        candidates = min(shape.router.top_k * spare, shape.router.experts)
         choice_BTK = choose_experts(scores, inputs.bias, shape.router, candidates)
         used = {name: kernel[0] for name, kernel in kernels.items()}
-        if shape.exchange == "capacity":
-            y_BTD, dropped = self._run_capacity(x_BTD, scores, choice_BTK, is_routed_BT, used, is_training)
+        if has_capacity:
+            y_BTD, dropped = self._run_capacity(x_BTD, scores, choice_BTK, is_routed_BT, used, purpose)
         else:
             y_BTD, dropped = self._run_dropless(x_BTD, scores, choice_BTK, is_routed_BT, used), jnp.float32(0)
         first_BTK = choice_BTK[..., : shape.router.top_k]
@@ -153,12 +156,12 @@ class Experts(nnx.Module):
         choice_BTK: jax.Array,
         is_routed_BT: jax.Array,
         kernels: dict[str, jax.Array],
-        is_training: bool,
+        purpose: Purpose,
     ) -> tuple[jax.Array, jax.Array]:
         """The experts' part of each token, and how many choices found no room."""
         shape, (_, tokens, embed) = self.shape, x_BTD.shape
         experts, top_k = shape.router.experts, shape.router.top_k
-        factor = shape.capacity_factor if is_training else shape.eval_capacity_factor
+        factor = shape.capacity_factor if purpose == "training" else shape.eval_capacity_factor
         seats = seat_tokens(
             choice_BTK,
             is_routed_BT,
@@ -199,14 +202,13 @@ class Experts(nnx.Module):
 
         axes = region_axes("experts")
         assert len(axes) <= 1
-        assert shape.exchange != "capacity"
         y_NKD = run_dropless(
             x_BTD.reshape(-1, embed),
             choice_BTK.reshape(-1, choice_BTK.shape[-1]),
             shape.router.experts,
             apply,
             axes[0] if axes else None,
-            shape.exchange,
+            "padded" if shape.exchange == "capacity" else shape.exchange,
         )
         return _combine(y_NKD, weight_BTK, x_BTD)
 

@@ -21,6 +21,9 @@ class RouterInputs(NamedTuple):
     """Choices that fall on each expert in the whole step, for a balance loss of that scope."""
 
 
+NO_INPUTS = RouterInputs()
+
+
 class ExpertSums(NamedTuple):
     """What layers with experts add up to over tokens that are no padding; fp32, layers first."""
 

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from jaxscale.models.decoder import Cache, Decoder
-from jaxscale.models.model import RouterInputs
+from jaxscale.models.model import NO_INPUTS, RouterInputs
 
 _PROMPT_MULTIPLE = 64  # prompts are padded to it, so that few lengths are compiled
 
@@ -18,7 +18,6 @@ _PROMPT_MULTIPLE = 64  # prompts are padded to it, so that few lengths are compi
 def sample_tokens(
     definition: nnx.GraphDef,
     params: Any,
-    routers: RouterInputs,
     prompt: np.ndarray,
     *,
     count: int,
@@ -26,15 +25,16 @@ def sample_tokens(
     top_k: int | None,
     key: jax.Array,
     end_id: int | None,
+    routers: RouterInputs = NO_INPUTS,
 ) -> Iterator[int]:
     """Yields up to `count` token ids that follow a prompt, ending before `end_id`.
 
     Args:
       definition, params: a `Decoder` split by NNX; parameters may lie over `tensor`.
-      routers: of a decoder with experts; empty otherwise.
       prompt: 1-D token ids, at least one.
       temperature: 0 takes the likeliest token; 1 draws from the model's distribution.
       top_k: draws among so many likeliest tokens only; None: among all.
+      routers: what routers are handed beside their parameters.
     """
     length = -(-len(prompt) // _PROMPT_MULTIPLE) * _PROMPT_MULTIPLE
     padded = np.zeros((1, length), np.int32)

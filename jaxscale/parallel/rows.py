@@ -28,16 +28,16 @@ def gather_rows(x_ND: jax.Array, source_R: jax.Array, rows_NK: jax.Array) -> jax
 
 @jax.custom_vjp
 def _gather(x_ND: jax.Array, source_R: jax.Array, rows_NK: jax.Array) -> jax.Array:
-    return _look_up(x_ND, source_R)
+    return take_rows(x_ND, source_R)
 
 
 def _gather_forward(x_ND: jax.Array, source_R: jax.Array, rows_NK: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return _look_up(x_ND, source_R), rows_NK
+    return take_rows(x_ND, source_R), rows_NK
 
 
 def _gather_backward(rows_NK: jax.Array, d_rows_RD: jax.Array) -> tuple[jax.Array, None, None]:
     # One choice after the other: [N, K, D] with a small K wastes most of a TPU's tiles.
-    first, *others = (_look_up(d_rows_RD, rows_N) for rows_N in rows_NK.T)
+    first, *others = (take_rows(d_rows_RD, rows_N) for rows_N in rows_NK.T)
     if not others:
         return first, None, None
     dx_ND = first.astype(jnp.promote_types(first.dtype, jnp.float32))
@@ -80,5 +80,6 @@ def invert_rows(rows_NK: jax.Array, rows: int) -> jax.Array:
     )
 
 
-def _look_up(x_ND: jax.Array, places_R: jax.Array) -> jax.Array:
-    return x_ND.at[places_R].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+def take_rows(x_ND: jax.Array, source_R: jax.Array) -> jax.Array:
+    """Row r is `x_ND[source_R[r]]`, zeros where that is N; for use where no derivative is taken."""
+    return x_ND.at[source_R].get(mode="fill", fill_value=0, wrap_negative_indices=False)

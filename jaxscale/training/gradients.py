@@ -144,11 +144,7 @@ def _reduce_in_region(accumulate: SumMicrobatch, layouts: Layouts) -> SumMicroba
     whole: Any = PartitionSpec()
 
     def accumulate_and_reduce(weights: Params, use: Use, batch: Batch) -> Sums:
-        sums = accumulate(weights, use, batch)
-        amaxes = lax.pmax(sums.amaxes, manual)
-        gradients = jax.tree.map(_reduce_over(manual), sums.gradients, specs)
-        rest = lax.psum(sums._replace(gradients=None, amaxes=None), manual)
-        return rest._replace(gradients=gradients, amaxes=amaxes)
+        return _reduce(accumulate(weights, use, batch), specs, manual)
 
     def run(weights: Params, use: Use, batch: Batch) -> Sums:
         uses: Any = Use(None, whole, whole, whole)
@@ -167,14 +163,27 @@ def _reduce_in_region(accumulate: SumMicrobatch, layouts: Layouts) -> SumMicroba
     return run
 
 
-def _reduce_over(manual: Axes) -> Callable[[jax.Array, PartitionSpec], jax.Array]:
-    """Sums a gradient over the manual axes that it does not lie over itself."""
+def _reduce(sums: Sums, specs: Params, manual: Axes) -> Sums:
+    """Sums over the manual axes; a gradient over those that it does not lie over itself.
 
-    def reduce(gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
-        axes = tuple(axis for axis in manual if axis not in spec_axes(spec))
-        return lax.psum(gradient, axes) if axes else gradient
-
-    return reduce
+    What is summed over all of them crosses at once.
+    """
+    leaves, structure = jax.tree.flatten(sums.gradients)
+    own = [frozenset(spec_axes(spec)) for spec in jax.tree.leaves(specs)]
+    wide = [leaf.astype(widen(leaf.dtype)) for leaf in leaves]
+    shared = [None if axes else leaf for leaf, axes in zip(wide, own, strict=True)]
+    gradients = jax.tree.unflatten(structure, shared)
+    whole = lax.psum(sums._replace(gradients=gradients, amaxes=None), manual)
+    reduced = iter(jax.tree.leaves(whole.gradients))
+    for index, axes in enumerate(own):
+        left = tuple(axis for axis in manual if axis not in axes)
+        if not axes:
+            leaves[index] = next(reduced)
+        elif left:
+            leaves[index] = lax.psum(wide[index], left)
+    return whole._replace(
+        gradients=jax.tree.unflatten(structure, leaves), amaxes=lax.pmax(sums.amaxes, manual)
+    )
 
 
 def _reduce_groups(
@@ -193,7 +202,8 @@ def _reduce_groups(
         grouped = {name: _group_sequences(array, layouts) for name, array in batch.items()}
         sums = accumulate(weights, use, grouped)
         amaxes = jax.tree.map(lambda amaxes: amaxes.max(0), sums.amaxes)
-        return jax.tree.map(lambda sums: sums.sum(0), sums._replace(amaxes=None))._replace(amaxes=amaxes)
+        whole = jax.tree.map(lambda a: a.astype(widen(a.dtype)).sum(0), sums._replace(amaxes=None))
+        return whole._replace(amaxes=amaxes)
 
     return accumulate_and_reduce
 
@@ -221,12 +231,14 @@ def _scan_microbatches(
     groups: Axes,
     count: Count,
 ) -> SumMicrobatch:
-    """Sums over the leading dim of the batch, in accumulators of `dtype`; the sums come in fp32 at least."""
+    """Sums over the leading dim of the batch, in accumulators of `dtype`.
+
+    The gradient of one microbatch alone comes as the backward pass made it, in the format of the weights.
+    """
 
     def visit(weights: Params, use: Use, microbatch: Batch) -> Sums:
         sums = sum_microbatch(weights, use, microbatch)
-        narrow = jax.tree.map(lambda g: g.astype(dtype), sums.gradients)
-        return sums._replace(gradients=_pin(narrow, layouts, groups))
+        return sums._replace(gradients=_pin(sums.gradients, layouts, groups))
 
     def accumulate(weights: Params, use: Use, batch: Batch) -> Sums:
         if count is not None:
@@ -236,7 +248,9 @@ def _scan_microbatches(
         else:
 
             def add(carry: Sums, microbatch: Batch) -> tuple[Sums, None]:
-                return _join(carry, visit(weights, use, microbatch)), None
+                sums = visit(weights, use, microbatch)
+                narrow = jax.tree.map(lambda g: g.astype(dtype), sums.gradients)
+                return _join(carry, sums._replace(gradients=narrow)), None
 
             lead = (math.prod(layouts.mesh.shape[axis] for axis in groups),) if groups else ()
             zeros = jax.tree.map(lambda w: jnp.zeros((*lead, *w.shape), dtype), weights)
@@ -246,7 +260,7 @@ def _scan_microbatches(
             experts = None if routers is None else _zero_experts(routers, widen(dtype))
             carry = Sums(nothing, nothing, _pin(zeros, layouts, groups), amaxes, experts)
             sums, _ = lax.scan(add, carry, batch)
-        return jax.tree.map(lambda a: a.astype(widen(a.dtype)), sums)
+        return sums
 
     return accumulate
 

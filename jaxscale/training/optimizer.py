@@ -141,16 +141,16 @@ def is_decayed(leaf: Leaf) -> bool:
     return len(dims) >= 2 and name not in UNDECAYED_NAMES and not leaf.is_exempt
 
 
-def clip_gradients(gradients: Any, limit: float | None) -> tuple[Any, jax.Array]:
-    """Scales gradients so that their global norm is at most `limit`.
+def find_norm(gradients: Any) -> jax.Array:
+    """The global norm, fp32 at least: that of the one mathematical gradient, since every leaf is counted once
+    however it lies."""
+    return optax.tree.norm(jax.tree.map(lambda g: g.astype(widen(g.dtype)), gradients))
 
-    Returns:
-      gradients, and the norm before clipping (fp32 at least): that of the one mathematical gradient, since
-      every leaf is counted once however it lies.
-    """
-    norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(widen(g.dtype)), gradients))
+
+def clip_gradients(gradients: Any, norm: jax.Array, limit: float | None) -> Any:
+    """Scales gradients of this global norm so that it is at most `limit`."""
     if limit is None:
-        return gradients, norm
+        return gradients
     scale = jnp.minimum(1.0, limit / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))
     scale = jnp.where(jnp.isfinite(norm), scale, 1.0)  # what is not finite stays where it is, to be found
-    return jax.tree.map(lambda g: g * scale, gradients), norm
+    return jax.tree.map(lambda g: g * scale, gradients)

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxscale.config import Config
 from jaxscale.mesh import BATCH_AXES
 from jaxscale.models.model import Batch, Model, Params
-from jaxscale.numerics.policy import DTYPES, compute_dtype, matmul_precision
+from jaxscale.numerics.policy import DTYPES, compute_dtype, matmul_precision, widen
 from jaxscale.sharding.rules import map_leaves
 from jaxscale.sharding.zero import Layouts
 from jaxscale.training.fp8_scaling import are_finite, make_fp8_weights, record_amaxes
@@ -26,7 +26,7 @@ from jaxscale.training.gradients import Sums, Use, make_gradient_sums
 from jaxscale.training.loss_scale import find_loss_factor, move_loss_scale
 from jaxscale.training.nonfinite import count_nonfinite
 from jaxscale.training.offload import fetch_parameter, make_streamed_update
-from jaxscale.training.optimizer import apply_update, clip_gradients
+from jaxscale.training.optimizer import apply_update, clip_gradients, find_norm
 from jaxscale.training.routers import (
     RouterState,
     count_routed,
@@ -109,15 +109,15 @@ def make_step(
         divisor = weight if factor is None else weight * factor
         # The optimizer works in the layout of its state: where that is finer than the accumulators', this is
         # where each device takes its part of the reduced gradient.
-        gradients = jax.tree.map(lambda g: g / divisor, _lay(sums.gradients, layouts.moments))
-        clipped, norm = clip_gradients(gradients, config.optimizer.clip_norm)
-        loss, rate = sums.loss / weight, _find_rate(state, config)
+        sums = sums._replace(gradients=_lay(sums.gradients, layouts.moments))
+        gradients = _divide(sums.gradients, divisor)
+        loss, norm, rate = sums.loss / weight, find_norm(gradients), _find_rate(state, config)
         # One flag for all: every gradient of every shard and microbatch is in the norm.
         is_finite = jnp.isfinite(loss) & jnp.isfinite(norm) & are_finite(sums.amaxes)
         good = is_finite & (sums.weight > 0)
         # A branch, not a selection of every element: the state left alone costs nothing, and less memory.
-        rest = sums._replace(gradients=None)
-        state, bad = lax.cond(good, update, _count_skip, state, clipped, rate, rest)
+        # It takes the sums, not the quotients: whatever it is handed has to be in memory.
+        state, bad = lax.cond(good, update, _count_skip, state, sums, divisor, norm, rate)
         state = replace(state, sequences=state.sequences + _sequences(config))
         metrics = {
             "loss": loss,
@@ -143,14 +143,17 @@ def make_step(
 
 def _make_update(
     optimizer: optax.GradientTransformation, layouts: Layouts, config: Config
-) -> Callable[[TrainState, Params, jax.Array, Sums], tuple[TrainState, Any]]:
+) -> Callable[[TrainState, Sums, jax.Array, jax.Array, jax.Array], tuple[TrainState, Any]]:
     if config.offload.is_off:
         apply: ApplyUpdate = partial(apply_update, optimizer)
     else:
         apply = make_streamed_update(optimizer, layouts)
 
-    def update(state: TrainState, gradients: Params, rate: jax.Array, sums: Sums) -> tuple[TrainState, Any]:
+    def update(
+        state: TrainState, sums: Sums, divisor: jax.Array, norm: jax.Array, rate: jax.Array
+    ) -> tuple[TrainState, Any]:
         """The state after one update, data position and loss scale aside; nothing is not finite."""
+        gradients = clip_gradients(_divide(sums.gradients, divisor), norm, config.optimizer.clip_norm)
         params, moments = apply(gradients, state.moments, state.params, rate)
         nothing = jnp.zeros(len(layouts.leaves), jnp.float32)
         load = None if sums.experts is None else sums.experts.load
@@ -170,11 +173,16 @@ def _make_update(
     return update
 
 
-def _count_skip(state: TrainState, gradients: Params, *_: Any) -> tuple[TrainState, Any]:
+def _divide(sums: Params, divisor: jax.Array) -> Params:
+    """Gradients of the mean loss, fp32 at least."""
+    return jax.tree.map(lambda g: g.astype(widen(g.dtype)) / divisor, sums)
+
+
+def _count_skip(state: TrainState, sums: Sums, *_: Any) -> tuple[TrainState, Any]:
     """The state after a skipped step, where nothing but the counts of skips has moved; what is not finite."""
     one = jnp.uint32(1)
     skipped = replace(state, skips=state.skips + one, skips_in_row=state.skips_in_row + one)
-    return skipped, count_nonfinite(gradients)
+    return skipped, count_nonfinite(sums.gradients)
 
 
 def _find_rate(state: TrainState, config: Config) -> jax.Array:
