@@ -17,9 +17,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 KINDS = ("dense", "experts")
-# Of the MLP, so that the dense model has no fewer parameters than a token uses of the other: 344 channels are
-# two experts' 172 each, and three more outweigh a router.
-DENSE_MLP = 347
+# Of the MLP, so that the dense model has no fewer parameters than a token uses of the other: 128 channels are
+# two experts' 64 each, and three more outweigh a router.
+DENSE_MLP = 131
 SMOOTHED_STEPS = 20
 
 

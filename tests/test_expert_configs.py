@@ -84,11 +84,11 @@ def test_switch_base_is_one_of_two_stacks_that_make_its_published_parameters() -
     assert round(_count_switch(64) / 1e9, 1) == 3.8  # Fedus 2022, table 6
 
 
-def test_tiny_moe_uses_what_the_demo_has_and_its_routers() -> None:
+def test_tiny_moe_uses_what_it_has_without_experts_and_its_routers() -> None:
     total, active = _count("tiny_moe")
-    dense, _ = _count("tiny")
-    assert active == dense + 4 * 8 * 128
-    assert total > 3 * dense
+    dense = count_parameters(_shape(load_config(CONFIGS / "tiny_moe.yaml", ["moe=null"])))
+    assert active == dense + 4 * 8 * 64
+    assert total == active + 4 * 6 * 3 * 64 * 64  # six experts more a layer
     moe, plain = _load("tiny_moe"), _load("tiny")
     assert (moe.data, moe.batch, moe.optimizer, moe.steps) == (
         plain.data,
