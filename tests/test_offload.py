@@ -14,7 +14,7 @@ from jaxscale.config import Config, UserError
 from jaxscale.inspection.inspect import inspect_setup
 from jaxscale.numerics.draw import make_key
 from jaxscale.sharding.rules import iterate_leaves
-from jaxscale.training import offload
+from jaxscale.training import host_memory, offload
 from jaxscale.training.layout_check import check_layouts
 from jaxscale.training.loop import train
 from jaxscale.training.offload import expect_host_traffic, find_offload_problems
@@ -22,7 +22,7 @@ from jaxscale.training.setup import Setup
 from jaxscale.training.state import TrainState
 from jaxscale.verify.cases import Case
 from jaxscale.verify.verification import make_oracle
-from tests.tiny import VOCAB, make_batch, make_config, make_tiny_setup
+from tests.tiny import VOCAB, make_batch, make_config, make_tiny_setup, run_steps
 
 SMALL = {"layers": 3, "embed": 16, "heads": 4, "kv_heads": 2, "mlp": 32}
 MESH = {"data": 2, "fsdp": 2}
@@ -86,6 +86,18 @@ def test_numbers_are_the_same_bit_for_bit_and_everything_stays_where_it_lies(set
     assert equal_bits(states["off"], states["optimizer_state"])
     assert equal_bits(states["off"], states["both"])
     assert int(states["both"].updates) == 10
+
+
+@pytest.mark.parametrize("scaling", ["delayed", pytest.param("dynamic", marks=pytest.mark.full)])
+def test_fp8_of_master_weights_on_the_host_has_the_same_numbers_bit_for_bit(scaling: str) -> None:
+    traces = [
+        run_steps(make_offload_config(way, precision="fp8", fp8={"scaling": scaling}), 4)
+        for way in ("off", "both")
+    ]
+    for off, both in zip(*((each.losses, each.grad_norms) for each in traces), strict=True):
+        np.testing.assert_array_equal(both, off)
+    assert equal_bits(traces[1].state, traces[0].state)
+    check_kinds(traces[1].state, "both")
 
 
 @pytest.mark.parametrize("way", ["optimizer_state", "both"])
@@ -154,18 +166,20 @@ def test_state_that_ends_on_the_device_is_found_in_the_compiled_step(setups: Any
             check_layouts(compiled, setup.abstract_state, setup.layouts, setup.config)
 
 
-def test_the_update_moves_a_layer_at_a_time(setups: Any, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("precision", ["fp32", "fp8"])
+def test_the_step_moves_a_layer_at_a_time(precision: str, monkeypatch: Any) -> None:
     """No stacked leaf of the state comes to the device whole: only its slices do."""
     moved: list[tuple[int, ...]] = []
-    right = offload._to_device
+    right = host_memory.to_device
 
     def watch(leaf: jax.Array) -> jax.Array:
-        if offload._is_on_host(leaf):
+        if host_memory.is_on_host(leaf):
             moved.append(leaf.shape)
         return right(leaf)
 
-    monkeypatch.setattr(offload, "_to_device", watch)
-    setup = setups["both"][0]
+    for module in (offload, host_memory):
+        monkeypatch.setattr(module, "to_device", watch)
+    setup = make_tiny_setup(make_offload_config("both", precision=precision))
     setup.trace_step()
     stacked = {leaf.shape for leaf in setup.layouts.leaves.values() if leaf.dims[:1] == ("layers",)}
     assert not stacked & set(moved)

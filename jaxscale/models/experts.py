@@ -32,7 +32,8 @@ from jaxscale.models.router import (
 from jaxscale.models.shape import DecoderShape, ExpertShape
 from jaxscale.numerics.draw import draw_normal
 from jaxscale.parallel.capacity import count_slots, run_capacity, seat_tokens
-from jaxscale.parallel.dropless import multiply_groups, run_dropless
+from jaxscale.parallel.dropless import run_dropless
+from jaxscale.parallel.groups import multiply_groups
 from jaxscale.parallel.kernels import copies_spec, copy_kernel
 from jaxscale.sharding.activations import (
     activation_axes,

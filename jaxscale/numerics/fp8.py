@@ -60,7 +60,6 @@ def quantise(x: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return jnp.clip(x * scale.astype(x.dtype), -limit, limit).astype(dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def einsum_fp8(
     equations: tuple[str, ...],
     is_dynamic: bool,
@@ -68,6 +67,9 @@ def einsum_fp8(
     kernels: tuple[jax.Array, ...],
     kernels_fp8: tuple[jax.Array, ...],
     scales: tuple[Scales, ...],
+    *,
+    sizes_G: jax.Array | None = None,
+    axes: tuple[str, ...] = (),
 ) -> tuple[jax.Array, ...]:
     """`einsum(equation, x, kernel)` for each kernel in fp8, and so are the matmuls of the gradients.
 
@@ -75,45 +77,75 @@ def einsum_fp8(
     back to it are summed before their scale is undone. Where the sum is over devices it then crosses once.
 
     Args:
-      equations: each of two operands that share no batch dim, such as "BTD,DF->BTF": the result has the dims
-        that are left of x, then those of the kernel.
+      equations: each of two operands, such as "BTD,DF->BTF" or, where experts have rows of their own,
+        "GRD,GDF->GRF": the result has the dims that both share, those that are left of x, those that are left
+        of the kernel.
       is_dynamic: whether the scales of activation and gradient are found in the tensors at hand, rather than
         taken from `scales`.
       kernels: take the gradients; their numbers are not read.
       kernels_fp8: each kernel times its scale, E4M3.
       scales: of each kernel; that of the activation is the first's.
+      sizes_G: int32, for rows that lie sorted by group, as "RD,GDF->RF": the first dim of x is cut into G
+        groups of so many rows, each multiplied by its own matrix. Rows beyond their sum are garbage: nothing
+        of them is seen, in x and in gradients, and nothing is said of them in results.
+      axes: manual axes over which the tensors lie in parts. Dynamic scales are those of the whole.
 
     Returns:
       the results in the dtype of x. The derivative with respect to `scales` is not one: it is the largest
-      magnitudes of activation and gradient (0 for the kernel), which is how they leave a backward pass.
+      magnitudes of activation and gradient (0 for the kernel), which is how they leave a backward pass. They
+      are those of the tensors at hand, parts or not (`jaxscale.parallel.scales`).
     """
-    return _forward(equations, is_dynamic, x, kernels, kernels_fp8, scales)[0]
+    return _einsum(equations, is_dynamic, axes, x, kernels, kernels_fp8, scales, sizes_G)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _einsum(
+    equations: tuple[str, ...],
+    is_dynamic: bool,
+    axes: tuple[str, ...],
+    x: jax.Array,
+    kernels: tuple[jax.Array, ...],
+    kernels_fp8: tuple[jax.Array, ...],
+    scales: tuple[Scales, ...],
+    sizes_G: jax.Array | None,
+) -> tuple[jax.Array, ...]:
+    return _forward(equations, is_dynamic, axes, x, kernels, kernels_fp8, scales, sizes_G)[0]
 
 
 def _forward(
     equations: tuple[str, ...],
     is_dynamic: bool,
+    axes: tuple[str, ...],
     x: jax.Array,
     kernels: tuple[jax.Array, ...],
     kernels_fp8: tuple[jax.Array, ...],
     scales: tuple[Scales, ...],
+    sizes_G: jax.Array | None,
 ) -> tuple:
+    x = _clear_garbage(x, sizes_G)
     amax = find_amax(x)
-    scale = find_scale(amax, E4M3) if is_dynamic else scales[0].activation
+    scale = find_scale(_join_parts(amax, axes), E4M3) if is_dynamic else scales[0].activation
     x_fp8 = quantise(x, scale, E4M3)
     results = tuple(
-        _multiply(equation, x_fp8, kernel, x.dtype) / (scale * each.kernel).astype(x.dtype)
+        _multiply(equation, x_fp8, kernel, sizes_G, x.dtype) / (scale * each.kernel).astype(x.dtype)
         for equation, kernel, each in zip(equations, kernels_fp8, scales, strict=True)
     )
     dtypes = tuple(jnp.zeros((), kernel.dtype) for kernel in kernels)
-    return results, (x_fp8, scale, amax, kernels_fp8, scales, dtypes)
+    return results, (x_fp8, scale, amax, kernels_fp8, scales, sizes_G, dtypes)
 
 
-def _backward(equations: tuple[str, ...], is_dynamic: bool, kept: tuple, dys: tuple[jax.Array, ...]) -> tuple:
-    x_fp8, x_scale, x_amax, kernels_fp8, scales, dtypes = kept
+def _backward(
+    equations: tuple[str, ...],
+    is_dynamic: bool,
+    axes: tuple[str, ...],
+    kept: tuple,
+    dys: tuple[jax.Array, ...],
+) -> tuple:
+    x_fp8, x_scale, x_amax, kernels_fp8, scales, sizes_G, dtypes = kept
+    dys = tuple(_clear_garbage(dy, sizes_G) for dy in dys)
     amaxes = [find_amax(dy) for dy in dys]
     dy_scales = [
-        find_scale(amax, E5M2) if is_dynamic else each.gradient
+        find_scale(_join_parts(amax, axes), E5M2) if is_dynamic else each.gradient
         for amax, each in zip(amaxes, scales, strict=True)
     ]
     # One scale for all that is summed: smaller than a gradient's own, and E5M2 has 30 powers of two to spare.
@@ -124,27 +156,51 @@ def _backward(equations: tuple[str, ...], is_dynamic: bool, kept: tuple, dys: tu
         x_dims, kernel_dims = operands.split(",")
         dy_scale = dx_scale / each.kernel
         dy_fp8 = quantise(dy, dy_scale, E5M2)
-        dx_sum += _multiply(f"{y_dims},{kernel_dims}->{x_dims}", dy_fp8, kernel_fp8, dy.dtype)
-        dkernel = _multiply(f"{x_dims},{y_dims}->{kernel_dims}", x_fp8, dy_fp8, like.dtype)
+        dx_sum += _multiply(f"{y_dims},{kernel_dims}->{x_dims}", dy_fp8, kernel_fp8, sizes_G, dy.dtype)
+        dkernel = _multiply(f"{x_dims},{y_dims}->{kernel_dims}", x_fp8, dy_fp8, sizes_G, like.dtype)
         dkernels.append(dkernel / (x_scale * dy_scale).astype(like.dtype))
     seen = tuple(Scales(jnp.zeros_like(amax), x_amax, amax) for amax in amaxes)
     nothing = tuple(jnp.zeros_like(kernel_fp8) for kernel_fp8 in kernels_fp8)
-    return dx_sum / dx_scale.astype(dx_sum.dtype), tuple(dkernels), nothing, seen
+    return dx_sum / dx_scale.astype(dx_sum.dtype), tuple(dkernels), nothing, seen, None
 
 
-einsum_fp8.defvjp(_forward, _backward)
+_einsum.defvjp(_forward, _backward)
 
 
-def _multiply(equation: str, a: jax.Array, b: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def _clear_garbage(x: jax.Array, sizes_G: jax.Array | None) -> jax.Array:
+    """Zeros in the rows that belong to no group."""
+    if sizes_G is None:
+        return x
+    is_used_R = jnp.arange(x.shape[0]) < sizes_G.sum()
+    return jnp.where(is_used_R.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)
+
+
+def _join_parts(amax: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    return lax.pmax(amax, axes) if axes else amax
+
+
+def _multiply(
+    equation: str, a: jax.Array, b: jax.Array, sizes_G: jax.Array | None, dtype: jnp.dtype
+) -> jax.Array:
     """An einsum of two fp8 operands, perhaps of two formats, rounded to `dtype`, scales and all.
 
     The rounding comes before scales are undone: where a dim that is summed lies over devices, `dtype` then
-    travels and not fp32.
+    travels and not fp32. With `sizes_G`, either b or the result has one matrix for each group of rows.
     """
     operands, result = equation.split("->")
     a_dims, b_dims = operands.split(",")
-    contracted = [dim for dim in a_dims if dim in b_dims]
-    kept = [dim for dim in a_dims + b_dims if dim not in contracted]
-    assert result == "".join(kept), f"{equation}: the result's dims are those left of x, then of the kernel"
-    dims = [a_dims.index(dim) for dim in contracted], [b_dims.index(dim) for dim in contracted]
-    return lax.dot_general(a, b, (dims, ((), ())), preferred_element_type=dtype)
+    shared = [dim for dim in a_dims if dim in b_dims]
+    summed = [dim for dim in shared if dim not in result]
+    batch = [dim for dim in shared if dim in result]
+    free = [dim for dim in a_dims + b_dims if dim not in shared]
+
+    def place(dims: list[str]) -> tuple[list[int], list[int]]:
+        return [a_dims.index(dim) for dim in dims], [b_dims.index(dim) for dim in dims]
+
+    numbers = place(summed), place(batch)
+    if sizes_G is None:
+        assert result == "".join(batch + free), f"{equation}: what is shared comes first, then x, then kernel"
+        return lax.dot_general(a, b, numbers, preferred_element_type=dtype)
+    groups = [b_dims.index(dim) for dim in free if dim not in a_dims + result]
+    ragged = lax.RaggedDotDimensionNumbers(numbers, [0], groups)
+    return lax.ragged_dot_general(a, b, sizes_G, ragged, preferred_element_type=dtype)

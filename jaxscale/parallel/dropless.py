@@ -9,7 +9,6 @@ Buffers are static, for the worst case: all tokens of the axis on one device, ea
 experts. What lies in them beyond the blocks is zeros, and is neither sent nor read.
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Literal, NamedTuple
@@ -17,14 +16,10 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
 from jaxscale.parallel.rows import gather_rows, invert_rows, spread_rows, take_rows
 
 Exchange = Literal["ragged", "padded"]
-
-# Tiles of the TPU's kernels, of rows and of the matrices' sides: they fit its vector memory in fp32 too.
-_LEAST_TILE_ROWS, _MOST_TILE_ROWS, _TILE = 128, 512, 1024
 
 
 def run_dropless(
@@ -55,15 +50,13 @@ def run_dropless(
       y_NKD in the dtype of `apply`'s result; zeros where a choice is not routed.
     """
     tokens, choices = choice_NK.shape
-    order_R = jnp.argsort(choice_NK.reshape(-1), stable=True).astype(jnp.int32)
-    counts_E = (choice_NK.reshape(-1, 1) == jnp.arange(experts)).sum(axis=0, dtype=jnp.int32)
     none = tokens * choices
-    assignment_R = jnp.where(
-        jnp.arange(none) < counts_E.sum(), order_R, none
-    )  # what is not routed comes last
-    rows_NK = jnp.where(
-        choice_NK < experts, invert_rows(order_R[:, None], none).reshape(choice_NK.shape), none
-    )
+    choice_A = choice_NK.reshape(-1)
+    order_A = jnp.argsort(choice_A, stable=True).astype(jnp.int32)
+    counts_E = (choice_A[:, None] == jnp.arange(experts)).sum(axis=0, dtype=jnp.int32)
+    # Sorting puts what is not routed last: those rows are empty.
+    assignment_R = jnp.where(jnp.arange(none) < counts_E.sum(), order_A, none)
+    rows_NK = invert_rows(assignment_R[:, None], none).reshape(choice_NK.shape)
     rows_RD = gather_rows(x_ND, assignment_R // choices, rows_NK)
     if axis is None:
         return spread_rows(apply(rows_RD, counts_E), rows_NK, assignment_R)
@@ -110,7 +103,7 @@ def _place_blocks(counts_E: jax.Array, axis: str) -> tuple[_Blocks, _Blocks, jax
     devices, here = lax.axis_size(axis), lax.axis_index(axis)
     assert counts_E.size % devices == 0, f"{counts_E.size} experts over {devices} devices"
     sizes_SE = lax.all_gather(counts_E, axis)
-    totals_E = sizes_SE.sum(axis=0)
+    totals_E = sizes_SE.sum(axis=0, dtype=jnp.int32)
     starts_SE = _sum_before(sizes_SE, axis=1)
     expert_starts_E = _sum_before(totals_E.reshape(devices, -1), axis=1).reshape(-1)
     landings_SE = expert_starts_E + _sum_before(sizes_SE, axis=0)
@@ -125,7 +118,7 @@ def _place_blocks(counts_E: jax.Array, axis: str) -> tuple[_Blocks, _Blocks, jax
 
 
 def _sum_before(x: jax.Array, axis: int) -> jax.Array:
-    return jnp.cumsum(x, axis=axis) - x
+    return jnp.cumsum(x, axis=axis, dtype=x.dtype) - x
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -179,119 +172,5 @@ def _move_blocks(
     """`count` rows in which blocks begin at `to_E` instead of `from_E`; zeros elsewhere."""
     row_R1 = jnp.arange(count, dtype=jnp.int32)[:, None]
     is_in_RE = (row_R1 >= to_E) & (row_R1 < to_E + sizes_E)
-    source_R = row_R1[:, 0] + jnp.where(is_in_RE, from_E - to_E, 0).sum(axis=1)
+    source_R = row_R1[:, 0] + jnp.where(is_in_RE, from_E - to_E, 0).sum(axis=1, dtype=jnp.int32)
     return take_rows(rows_RD, jnp.where(is_in_RE.any(axis=1), source_R, rows_RD.shape[0]))
-
-
-@jax.custom_vjp
-def multiply_groups(rows_RD: jax.Array, kernel_GDF: jax.Array, sizes_G: jax.Array) -> jax.Array:
-    """Each group of rows times its own matrix.
-
-    On TPUs in bf16 and fp32 kernels work on the rows there are (megablox, MegaBlocks' grouped matmul: Gale
-    2022). Everywhere else `lax.ragged_dot`, which may multiply all rows by every matrix and mask. So does XLA
-    on TPUs for the derivative of the matrices, and it copies them for that of the rows: hence the kernels.
-
-    Args:
-      rows_RD: sorted by group; what lies beyond sum(sizes_G) is not looked at.
-      kernel_GDF: in the dtype of rows_RD.
-      sizes_G: int32 rows of each group, at most R together.
-
-    Returns:
-      rows_RF in the dtype of rows_RD, accumulated in fp32; zeros beyond the groups, in gradients too.
-    """
-    return _multiply(rows_RD, kernel_GDF, sizes_G, is_transposed=False)
-
-
-def _multiply_forward(
-    rows_RD: jax.Array, kernel_GDF: jax.Array, sizes_G: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
-    residuals = rows_RD, kernel_GDF, sizes_G
-    return _multiply(*residuals, is_transposed=False), residuals
-
-
-def _multiply_backward(
-    residuals: tuple[jax.Array, jax.Array, jax.Array], d_rows_RF: jax.Array
-) -> tuple[jax.Array, jax.Array, None]:
-    rows_RD, kernel_GDF, sizes_G = residuals
-    d_rows_RD = _multiply(d_rows_RF, kernel_GDF, sizes_G, is_transposed=True)
-    d_kernel_GDF = _by_platform(_contract_by_kernel, _contract_by_xla, rows_RD, d_rows_RF, sizes_G)
-    return d_rows_RD, d_kernel_GDF, None
-
-
-multiply_groups.defvjp(_multiply_forward, _multiply_backward)
-
-
-def _multiply(
-    rows_RD: jax.Array, kernel_GDF: jax.Array, sizes_G: jax.Array, *, is_transposed: bool
-) -> jax.Array:
-    by_kernel = partial(_multiply_by_kernel, is_transposed=is_transposed)
-    by_xla = partial(_multiply_by_xla, is_transposed=is_transposed)
-    return _clear_unused(_by_platform(by_kernel, by_xla, rows_RD, kernel_GDF, sizes_G), sizes_G)
-
-
-def _by_platform(
-    by_kernel: Callable[..., jax.Array], by_xla: Callable[..., jax.Array], *operands: jax.Array
-) -> jax.Array:
-    if operands[0].dtype not in (jnp.bfloat16, jnp.float32):
-        return by_xla(*operands)
-    return lax.platform_dependent(*operands, tpu=by_kernel, default=by_xla)
-
-
-def _clear_unused(rows_RD: jax.Array, sizes_G: jax.Array) -> jax.Array:
-    """Zeros beyond the groups, whatever lies there: times zero would leave NaN."""
-    return jnp.where(jnp.arange(rows_RD.shape[0])[:, None] < sizes_G.sum(), rows_RD, 0)
-
-
-def _multiply_by_xla(
-    rows_RD: jax.Array, kernel_GDF: jax.Array, sizes_G: jax.Array, *, is_transposed: bool
-) -> jax.Array:
-    kernel_GDF = kernel_GDF.mT if is_transposed else kernel_GDF
-    return lax.ragged_dot(_clear_unused(rows_RD, sizes_G), kernel_GDF, sizes_G)
-
-
-def _contract_by_xla(rows_RD: jax.Array, rows_RF: jax.Array, sizes_G: jax.Array) -> jax.Array:
-    over_rows = lax.RaggedDotDimensionNumbers(
-        dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
-    )
-    return lax.ragged_dot_general(
-        _clear_unused(rows_RD, sizes_G), _clear_unused(rows_RF, sizes_G), sizes_G, over_rows
-    )
-
-
-def _multiply_by_kernel(
-    rows_RD: jax.Array,
-    kernel_GDF: jax.Array,
-    sizes_G: jax.Array,
-    *,
-    is_transposed: bool,
-    interpret: bool = False,
-) -> jax.Array:
-    padded_RD, tile_rows = _pad_to_tiles(rows_RD)
-    contracted, kept = kernel_GDF.shape[:0:-1] if is_transposed else kernel_GDF.shape[1:]
-    tiles = (tile_rows, min(contracted, _TILE), min(kept, _TILE))
-    out_RF = gmm(
-        padded_RD,
-        kernel_GDF,
-        sizes_G,
-        rows_RD.dtype,
-        tiles,
-        transpose_rhs=is_transposed,
-        interpret=interpret,
-    )
-    return out_RF[: rows_RD.shape[0]]
-
-
-def _contract_by_kernel(
-    rows_RD: jax.Array, rows_RF: jax.Array, sizes_G: jax.Array, *, interpret: bool = False
-) -> jax.Array:
-    padded_RD, tile_rows = _pad_to_tiles(rows_RD)
-    padded_RF, _ = _pad_to_tiles(rows_RF)
-    tiles = (tile_rows, min(rows_RD.shape[1], _TILE), min(rows_RF.shape[1], _TILE))
-    return tgmm(padded_RD.T, padded_RF, sizes_G, rows_RD.dtype, tiles, interpret=interpret)
-
-
-def _pad_to_tiles(rows_RD: jax.Array) -> tuple[jax.Array, int]:
-    """The rows, made a multiple of the tile that is returned with them."""
-    rows = rows_RD.shape[0]
-    missing = -rows % _LEAST_TILE_ROWS
-    return jnp.pad(rows_RD, ((0, missing), (0, 0))), math.gcd(rows + missing, _MOST_TILE_ROWS)

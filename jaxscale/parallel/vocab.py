@@ -280,17 +280,13 @@ def _visit_chunk(
 
     softmax_NV = exp_NV * (weights_N * jnp.exp(max_N - log_total_N))[:, None]  # times the weight
     label_NV = jnp.where(ids_V == labels_N[:, None], weights_N[:, None], 0.0)
-    is_fp16 = x_ND.dtype == jnp.float16
-    dlogits_NV = softmax_NV - label_NV
-    # The factor of a scaled loss comes only with the backward pass: what fp16 would lose is lifted here.
-    dlogits_NV = (dlogits_NV * _FP16_LIFT if is_fp16 else dlogits_NV).astype(x_ND.dtype)
+    # The factor of a scaled loss comes only with the backward pass: what fp16 would lose till then is lifted.
+    lift, kept = (_FP16_LIFT, wide) if x_ND.dtype == jnp.float16 else (1.0, x_ND.dtype)
+    dlogits_NV = ((softmax_NV - label_NV) * lift).astype(x_ND.dtype)
     d_head_part_DV = jnp.einsum("ND,NV->DV", x_ND, dlogits_NV, preferred_element_type=wide)
     dx_ND = jnp.einsum("NV,DV->ND", dlogits_NV, head_DV, preferred_element_type=wide)
-    if is_fp16:
-        d_head_DV += d_head_part_DV / _FP16_LIFT
-        return (loss_sum, d_head_DV), _sum_over(dx_ND, split.vocab) / _FP16_LIFT
-    d_head_DV += d_head_part_DV
-    return (loss_sum, d_head_DV), _sum_over(dx_ND, split.vocab).astype(x_ND.dtype)
+    dx_ND = (_sum_over(dx_ND, split.vocab) / lift).astype(kept)
+    return (loss_sum, d_head_DV + d_head_part_DV / lift), dx_ND
 
 
 def _widen(dtype: jnp.dtype) -> jnp.dtype:

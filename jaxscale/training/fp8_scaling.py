@@ -13,6 +13,7 @@ from jaxscale.models.model import Model, Params
 from jaxscale.numerics.fp8 import E4M3, E5M2, Fp8Weights, find_amax, find_scale, quantise
 from jaxscale.sharding.rules import iterate_leaves
 from jaxscale.sharding.zero import Layouts
+from jaxscale.training.host_memory import map_layers
 
 History = dict[str, jax.Array]
 """Path of a kernel -> largest magnitudes of activation and gradient [layers, 2, steps], newest first."""
@@ -43,16 +44,19 @@ def make_fp8_weights(
         return None
     leaves, layout = dict(iterate_leaves(params)), dict(iterate_leaves(layouts.weights))
     kernels, scales = {}, {}
-    for path, layers in model.fp8_kernels.items():
-        kernel = leaves[path]
-        scale_L = find_scale(find_amax(kernel, tuple(range(1, kernel.ndim))), E4M3)
-        scale = scale_L.reshape(layers, *(1,) * (kernel.ndim - 1))
+    for path in model.fp8_kernels:
+        kernel_fp8, scale_L = map_layers(_quantise_kernel, leaves[path], layouts.leaves[path])
         # Without the barrier the TPU compiler gathers first, in fp32.
-        kernel_fp8 = lax.optimization_barrier(quantise(kernel, scale, E4M3))
-        kernels[path] = lax.with_sharding_constraint(kernel_fp8, layout[path])
+        kernels[path] = lax.with_sharding_constraint(lax.optimization_barrier(kernel_fp8), layout[path])
         others = (1.0, 1.0) if history is None else _find_delayed(history[path], config.margin)
         scales[path] = jnp.stack(jnp.broadcast_arrays(scale_L, *others), axis=1)
     return Fp8Weights(kernels, scales)
+
+
+def _quantise_kernel(kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A layer's kernel in fp8, and its scale."""
+    scale = find_scale(find_amax(kernel), E4M3)
+    return quantise(kernel, scale, E4M3), scale
 
 
 def _find_delayed(history_LOS: jax.Array, margin: int) -> tuple[jax.Array, jax.Array]:

@@ -7,7 +7,7 @@ from jaxscale.sharding.rules import Leaf
 
 STACKED_DIMS = ("layers", "experts")
 TABLE_DIMS = ("vocab", "positions")  # rows are looked up one by one
-UNDECAYED_NAMES = ("bias", "scale")
+_UNDECAYED_NAMES = ("bias", "scale")
 _HEAD_DIMS = ("heads", "kv_heads")  # with the `head` that follows, one side of a matrix
 
 
@@ -37,7 +37,7 @@ def find_sides(leaf: Leaf) -> Sides | None:
 
     `(layers, embed, heads, head)` is a matrix embed × (heads · head) in each layer.
     """
-    if leaf.is_exempt or leaf.path.rpartition("/")[2] in UNDECAYED_NAMES:
+    if not is_decayed(leaf):
         return None
     stacked = find_stacked(leaf)
     sides: list[tuple[int, ...]] = []
@@ -49,6 +49,13 @@ def find_sides(leaf: Leaf) -> Sides | None:
         else:
             sides.append((index,))
     return Sides(stacked, *sides) if len(sides) == 2 else None
+
+
+def is_decayed(leaf: Leaf) -> bool:
+    """Whether weight decay pulls on a parameter: on matrices and tables, not on norms, biases and vectors."""
+    dims = [dim for dim in leaf.dims if dim != "layers"]
+    name = leaf.path.rpartition("/")[2]
+    return len(dims) >= 2 and name not in _UNDECAYED_NAMES and not leaf.is_exempt
 
 
 def is_table(leaf: Leaf) -> bool:

@@ -13,15 +13,15 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.sharding import Mesh
 
 from jaxscale.config import Config
 from jaxscale.models.model import Params
-from jaxscale.sharding.rules import Leaf, iterate_leaves, nest_by_name
+from jaxscale.sharding.rules import iterate_leaves, nest_by_name
 from jaxscale.sharding.zero import Layouts
+from jaxscale.training.host_memory import is_stacked, to_device, to_memory_of
 from jaxscale.training.optimizer import apply_update
 from jaxscale.training.optimizer_layout import HOST_MEMORY, find_owner
 from jaxscale.training.state import TrainState
@@ -30,6 +30,8 @@ from jaxscale.training.state import TrainState
 ELEMENTWISE_OPTIMIZERS = ("adamw", "lion", "sgd")
 
 Arrays = dict[str, jax.Array]
+Finish = Callable[[Params], Params]
+"""Sums of gradients, of any part of the parameters -> the gradients that the optimizer takes."""
 
 
 def find_offload_problems(config: Config, mesh: Mesh) -> list[str]:
@@ -53,11 +55,6 @@ def find_offload_problems(config: Config, mesh: Mesh) -> list[str]:
         problems.append(
             f"offload: precision.moments={config.precision.moments} rounds by draws for whole leaves, and "
             "state is streamed by layers; set precision.moments=fp32, or turn offload off"
-        )
-    if config.offload.master_weights and config.precision.compute == "fp8":
-        problems.append(
-            "offload.master_weights: precision.compute=fp8 makes kernels fp8 from the master weights on the "
-            "device; set offload.master_weights=false, or precision.compute=bf16"
         )
     if config.strategy.get("layers"):
         problems.append(
@@ -95,26 +92,16 @@ def _weigh_on_host(tree: Any) -> int:
     )
 
 
-def fetch_parameter(leaf: jax.Array, rule: Leaf, dtype: jnp.dtype) -> jax.Array:
-    """A kept parameter on the device in a format; from the host, a layer at a time where it is stacked."""
-    if not _is_on_host(leaf):
-        return leaf.astype(dtype)
-    if not _is_stacked(rule):
-        return _to_device(leaf).astype(dtype)
-    return lax.map(
-        lambda layer: _to_device(lax.dynamic_index_in_dim(leaf, layer, keepdims=False)).astype(dtype),
-        jnp.arange(leaf.shape[0]),
-    )
-
-
 def make_streamed_update(
     optimizer: optax.GradientTransformation, layouts: Layouts
-) -> Callable[[Params, Any, Params, jax.Array], tuple[Params, Any]]:
+) -> Callable[[Finish, Params, Any, Params, jax.Array], tuple[Params, Any]]:
     """As `apply_update`, for state of which some lies on the host; each array stays in its memory."""
 
-    def update(gradients: Params, moments: Any, params: Params, rate: jax.Array) -> tuple[Params, Any]:
+    def update(
+        finish: Finish, sums: Params, moments: Any, params: Params, rate: jax.Array
+    ) -> tuple[Params, Any]:
         structures = jax.tree.structure(params), jax.tree.structure(moments)
-        stream = _Stream(optimizer, layouts, dict(iterate_leaves(gradients)), rate)
+        stream = _Stream(optimizer, layouts, finish, dict(iterate_leaves(sums)), rate)
         arrays = _State(dict(iterate_leaves(params)), dict(iterate_leaves(moments)))
         # Counters move on with every part's update, each time from where they were before it.
         counters = {path: leaf for path, leaf in arrays.moments.items() if stream.find_owner(path) is None}
@@ -136,7 +123,7 @@ def _list_parts(layouts: Layouts) -> list[tuple[list[str], int | None]]:
     stacks: dict[int, list[str]] = {}
     alone: list[tuple[list[str], int | None]] = []
     for path, leaf in layouts.leaves.items():
-        if _is_stacked(leaf):
+        if is_stacked(leaf):
             stacks.setdefault(leaf.shape[0], []).append(path)
         else:
             alone.append(([path], None))
@@ -165,11 +152,12 @@ class _State:
 
 @dataclass(frozen=True)
 class _Stream:
-    """One update's optimizer, gradients by path and learning rate."""
+    """One update's optimizer, sums of gradients by path, and learning rate."""
 
     optimizer: optax.GradientTransformation
     layouts: Layouts
-    gradients: Arrays
+    finish: Finish
+    sums: Arrays
     rate: jax.Array
 
     def find_owner(self, path: str) -> str | None:
@@ -177,44 +165,29 @@ class _Stream:
 
     def update_part(self, part: _State, counters: Arrays, layers: int | None) -> tuple[_State, Arrays]:
         """The part and the counters after the update, each array in the memory that it came from."""
-        gradients = {path: self.gradients[path] for path in part.params}
+        sums = {path: self.sums[path] for path in part.params}
         if layers is None:
-            moved, counted = self._update(gradients, jax.tree.map(_to_device, part), counters)
-            return jax.tree.map(_to_memory_of, moved, part), counted
+            moved, counted = self._update(sums, jax.tree.map(to_device, part), counters)
+            return jax.tree.map(to_memory_of, moved, part), counted
 
         def visit(layer: jax.Array, carry: tuple[_State, Arrays]) -> tuple[_State, Arrays]:
             held, _ = carry
             pick = partial(lax.dynamic_index_in_dim, index=layer, keepdims=False)
-            old = jax.tree.map(lambda leaf: _to_device(pick(leaf)), held)
-            new, counted = self._update(jax.tree.map(pick, gradients), old, counters)
+            old = jax.tree.map(lambda leaf: to_device(pick(leaf)), held)
+            new, counted = self._update(jax.tree.map(pick, sums), old, counters)
             put = partial(lax.dynamic_update_index_in_dim, index=layer, axis=0)
-            return jax.tree.map(lambda leaf, part: put(leaf, _to_memory_of(part, leaf)), held, new), counted
+            return jax.tree.map(lambda leaf, part: put(leaf, to_memory_of(part, leaf)), held, new), counted
 
         return lax.fori_loop(0, layers, visit, (part, counters))
 
-    def _update(self, gradients: Arrays, part: _State, counters: Arrays) -> tuple[_State, Arrays]:
+    def _update(self, sums: Arrays, part: _State, counters: Arrays) -> tuple[_State, Arrays]:
         params, known = nest_by_name(part.params), {**part.moments, **counters}
         structure = jax.eval_shape(self.optimizer.init, params)
         moments = jax.tree.unflatten(
             jax.tree.structure(structure), [known[path] for path, _ in iterate_leaves(structure)]
         )
-        params, moments = apply_update(self.optimizer, nest_by_name(gradients), moments, params, self.rate)
+        gradients = self.finish(nest_by_name(sums))
+        params, moments = apply_update(self.optimizer, gradients, moments, params, self.rate)
         named = dict(iterate_leaves(moments))
         moved = _State(dict(iterate_leaves(params)), {path: named[path] for path in part.moments})
         return moved, {path: named[path] for path in counters}
-
-
-def _is_stacked(leaf: Leaf) -> bool:
-    return leaf.dims[:1] == ("layers",)
-
-
-def _is_on_host(leaf: jax.Array) -> bool:
-    return jax.typeof(leaf).memory_space == jax.memory.Space.Host
-
-
-def _to_device(leaf: jax.Array) -> jax.Array:
-    return jax.device_put(leaf, jax.memory.Space.Device) if _is_on_host(leaf) else leaf
-
-
-def _to_memory_of(leaf: jax.Array, home: jax.Array) -> jax.Array:
-    return jax.device_put(leaf, jax.memory.Space.Host) if _is_on_host(home) else leaf

@@ -13,7 +13,7 @@ from jaxscale.numerics.policy import DTYPES, widen
 from jaxscale.sharding.rules import Leaf, map_leaves
 from jaxscale.sharding.zero import Layouts
 from jaxscale.training import adafactor
-from jaxscale.training.matrices import UNDECAYED_NAMES
+from jaxscale.training.matrices import is_decayed
 from jaxscale.training.moments import store_moments
 from jaxscale.training.muon import find_muon_sides, scale_by_muon
 
@@ -131,14 +131,8 @@ def apply_update(
 
 
 def mask_decay(params: Any, leaves: Leaves) -> Any:
-    """True for the leaves that weight decay pulls on: matrices and tables, not norms, biases and vectors."""
+    """True for the leaves that weight decay pulls on."""
     return map_leaves(lambda path, _: is_decayed(leaves[path]), params)
-
-
-def is_decayed(leaf: Leaf) -> bool:
-    dims = [dim for dim in leaf.dims if dim != "layers"]
-    name = leaf.path.rpartition("/")[2]
-    return len(dims) >= 2 and name not in UNDECAYED_NAMES and not leaf.is_exempt
 
 
 def find_norm(gradients: Any) -> jax.Array:

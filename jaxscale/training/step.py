@@ -23,9 +23,10 @@ from jaxscale.sharding.rules import map_leaves
 from jaxscale.sharding.zero import Layouts
 from jaxscale.training.fp8_scaling import are_finite, make_fp8_weights, record_amaxes
 from jaxscale.training.gradients import Sums, Use, make_gradient_sums
+from jaxscale.training.host_memory import map_layers
 from jaxscale.training.loss_scale import find_loss_factor, move_loss_scale
 from jaxscale.training.nonfinite import count_nonfinite
-from jaxscale.training.offload import fetch_parameter, make_streamed_update
+from jaxscale.training.offload import Finish, make_streamed_update
 from jaxscale.training.optimizer import apply_update, clip_gradients, find_norm
 from jaxscale.training.routers import (
     RouterState,
@@ -39,7 +40,7 @@ from jaxscale.training.schedule import learning_rate
 from jaxscale.training.state import TrainState
 
 Metrics = dict[str, jax.Array]
-ApplyUpdate = Callable[[Params, Any, Params, jax.Array], tuple[Params, Any]]
+ApplyUpdate = Callable[[Finish, Params, Any, Params, jax.Array], tuple[Params, Any]]
 
 BATCH_DTYPES = {
     "tokens": jnp.int32,
@@ -71,7 +72,8 @@ def make_weights(params: Params, layouts: Layouts, dtype: jnp.dtype) -> Params:
 
     def cast(path: str, leaf: jax.Array) -> jax.Array:
         rule = layouts.leaves[path]
-        return fetch_parameter(leaf, rule, leaf.dtype if rule.keeps_format else dtype)
+        kept = leaf.dtype if rule.keeps_format else dtype
+        return map_layers(lambda layer: layer.astype(kept), leaf, rule)
 
     return _lay(map_leaves(cast, params), layouts.weights)
 
@@ -145,7 +147,7 @@ def _make_update(
     optimizer: optax.GradientTransformation, layouts: Layouts, config: Config
 ) -> Callable[[TrainState, Sums, jax.Array, jax.Array, jax.Array], tuple[TrainState, Any]]:
     if config.offload.is_off:
-        apply: ApplyUpdate = partial(apply_update, optimizer)
+        apply: ApplyUpdate = partial(_apply_whole, optimizer)
     else:
         apply = make_streamed_update(optimizer, layouts)
 
@@ -153,8 +155,13 @@ def _make_update(
         state: TrainState, sums: Sums, divisor: jax.Array, norm: jax.Array, rate: jax.Array
     ) -> tuple[TrainState, Any]:
         """The state after one update, data position and loss scale aside; nothing is not finite."""
-        gradients = clip_gradients(_divide(sums.gradients, divisor), norm, config.optimizer.clip_norm)
-        params, moments = apply(gradients, state.moments, state.params, rate)
+
+        # Made within the update, layer by layer where that is: the quotients are not in memory, and the
+        # compiler rounds the same way wherever the state lies.
+        def finish(sums: Params) -> Params:
+            return clip_gradients(_divide(sums, divisor), norm, config.optimizer.clip_norm)
+
+        params, moments = apply(finish, sums.gradients, state.moments, state.params, rate)
         nothing = jnp.zeros(len(layouts.leaves), jnp.float32)
         load = None if sums.experts is None else sums.experts.load
         trained_tokens = state.trained_sequences.astype(jnp.float32) * config.batch.length
@@ -171,6 +178,17 @@ def _make_update(
         return updated, nothing
 
     return update
+
+
+def _apply_whole(
+    optimizer: optax.GradientTransformation,
+    finish: Finish,
+    sums: Params,
+    moments: Any,
+    params: Params,
+    rate: jax.Array,
+) -> tuple[Params, Any]:
+    return apply_update(optimizer, finish(sums), moments, params, rate)
 
 
 def _divide(sums: Params, divisor: jax.Array) -> Params:
