@@ -16,7 +16,7 @@ from jaxscale.inspection.inspect import inspect_setup
 from jaxscale.inspection.remat import count_matmul_flops
 from jaxscale.inspection.report import Inspection, LeafReport
 from jaxscale.inspection.tables import render_tables
-from jaxscale.parallel.dropless import multiply_groups
+from jaxscale.parallel.groups import multiply_groups
 from tests.tiny import make_config, make_tiny_setup
 
 CONFIGS = Path(__file__).parents[1] / "configs"
