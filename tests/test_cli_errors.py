@@ -189,6 +189,14 @@ CASES = {
             "experts=6 does not divide by expert=4",
         ),
     ),
+    "fields of experts that nothing reads": _train(
+        "moe={experts: 4, top_k: 2, overflow: reroute, priority: probability, bias_freeze_tokens: 1M}",
+        said=(
+            "moe.overflow=reroute is for tokens that find no room",
+            "moe.priority=probability is for tokens that find no room",
+            "moe.bias_freeze_tokens=1000000 is for a bias, and moe.balance=loss has none",
+        ),
+    ),
     "one expert's weight among the kept": _train(
         "moe={experts: 4, top_k: 1, first_dense: 1}",
         said=(
