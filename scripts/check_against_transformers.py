@@ -1,4 +1,4 @@
-"""Compares logits with Hugging Face's Llama (3.1 frequencies) and GPT-2 on tiny random weights, fp32, CPU.
+"""Compares logits with Hugging Face's Llama (3.1 frequencies), GPT-2 and Mixtral: tiny random weights, fp32.
 
     pip install torch transformers
     python scripts/check_against_transformers.py
@@ -14,7 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from flax import nnx
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from jaxscale.config import parse_config
 from jaxscale.models.build import shape_decoder, split_decoder
@@ -23,13 +30,14 @@ from jaxscale.models.shape import DecoderShape
 from jaxscale.sharding.rules import iterate_leaves
 
 LAYERS, EMBED, HEADS, KV_HEADS, MLP, VOCAB, LENGTH = 3, 128, 4, 2, 160, 300, 48
+EXPERTS, TOP_K = 4, 2
 TOLERANCE = 1e-4
 
 
-def make_shape(**model: Any) -> DecoderShape:
+def make_shape(moe: dict[str, Any] | None = None, **model: Any) -> DecoderShape:
     sizes = {"layers": LAYERS, "embed": EMBED, "heads": HEADS, "mlp": MLP}
     batch = {"sequences": 2, "length": LENGTH}
-    tree = {"run_dir": "unused", "steps": 1, "batch": batch, "model": {**sizes, **model}}
+    tree = {"run_dir": "unused", "steps": 1, "batch": batch, "model": {**sizes, **model}, "moe": moe}
     return shape_decoder(parse_config(tree, origin="this script"), vocab=VOCAB, platform="cpu")
 
 
@@ -50,6 +58,19 @@ def make_gpt2() -> tuple[DecoderShape, torch.nn.Module]:
     sizes = {"n_positions": LENGTH, "n_embd": EMBED, "n_layer": LAYERS, "n_head": HEADS, "n_inner": MLP}
     config = GPT2Config(**sizes, vocab_size=VOCAB, initializer_range=0.1, bos_token_id=0, eos_token_id=0)
     return make_shape(family="gpt2", tied=True), GPT2LMHeadModel(config)
+
+
+def make_mixtral() -> tuple[DecoderShape, torch.nn.Module]:
+    sizes = {"hidden_size": EMBED, "intermediate_size": MLP, "num_hidden_layers": LAYERS, "vocab_size": VOCAB}
+    heads = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS}
+    experts = {"num_local_experts": EXPERTS, "num_experts_per_tok": TOP_K}
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    config = MixtralConfig(
+        **sizes, **heads, **experts, rms_norm_eps=1e-5, initializer_range=0.1, rope_parameters=rope
+    )
+    moe = {"experts": EXPERTS, "top_k": TOP_K, "router": "softmax_kept", "exchange": "dropless"}
+    shape = make_shape(moe, family="llama", kv_heads=KV_HEADS, rope_theta=1e6)
+    return shape, MixtralForCausalLM(config)
 
 
 def convert_llama(weights: dict[str, np.ndarray], place: str) -> np.ndarray:
@@ -83,6 +104,19 @@ def convert_gpt2(weights: dict[str, np.ndarray], place: str) -> np.ndarray:
     return stack(weights, f"transformer.h.{{}}.{names[part]}.{kind}")
 
 
+def convert_mixtral(weights: dict[str, np.ndarray], place: str) -> np.ndarray:
+    """The leaf at a path of our tree; torch keeps an expert's gate above its up projection, as [out, in]."""
+    if not place.startswith("expert_layers/experts/"):
+        return convert_llama(weights, place.removeprefix("expert_"))
+    projection = place.split("/")[2]
+    if projection == "router":
+        return stack(weights, "model.layers.{}.mlp.gate.weight").swapaxes(1, 2)
+    if projection == "down":
+        return stack(weights, "model.layers.{}.mlp.experts.down_proj").swapaxes(2, 3)
+    gate_up = stack(weights, "model.layers.{}.mlp.experts.gate_up_proj").swapaxes(2, 3)
+    return np.split(gate_up, 2, axis=-1)[("gate", "up").index(projection)]
+
+
 def stack(weights: dict[str, np.ndarray], pattern: str) -> np.ndarray:
     """One leaf of all layers."""
     return np.stack([weights[pattern.format(layer)] for layer in range(LAYERS)])
@@ -110,7 +144,11 @@ def compare(shape: DecoderShape, theirs: torch.nn.Module, convert: Any) -> tuple
 def main() -> int:
     torch.manual_seed(0)
     differences = []
-    for family, make, convert in (("llama", make_llama, convert_llama), ("gpt2", make_gpt2, convert_gpt2)):
+    for family, make, convert in (
+        ("llama", make_llama, convert_llama),
+        ("gpt2", make_gpt2, convert_gpt2),
+        ("mixtral", make_mixtral, convert_mixtral),
+    ):
         difference, largest = compare(*make(), convert)
         print(f"{family}: max abs logit difference {difference:.2e} (largest logit {largest:.1f})")
         differences.append(difference)

@@ -177,6 +177,34 @@ CASES = {
     "query heads to key/value heads": _train(
         "model.kv_heads=3", said=("model.heads=4 does not divide by model.kv_heads=3",)
     ),
+    "experts": _train(
+        "mesh.expert=4",
+        "model.layers=3",
+        "moe={experts: 6, top_k: 8, first_dense: 1, every: 4, groups: 4}",
+        said=(
+            "4 problem(s)",
+            "moe.top_k=8 is more than moe.experts=6",
+            "2 layers (model.layers=3 - moe.first_dense=1) do not divide by moe.every=4",
+            "moe.experts=6 do not divide by moe.groups=4",
+            "experts=6 does not divide by expert=4",
+        ),
+    ),
+    "fields of experts that nothing reads": _train(
+        "moe={experts: 4, top_k: 2, overflow: reroute, priority: probability, bias_freeze_tokens: 1M}",
+        said=(
+            "moe.overflow=reroute is for tokens that find no room",
+            "moe.priority=probability is for tokens that find no room",
+            "moe.bias_freeze_tokens=1000000 is for a bias, and moe.balance=loss has none",
+        ),
+    ),
+    "one expert's weight among the kept": _train(
+        "moe={experts: 4, top_k: 1, first_dense: 1}",
+        said=(
+            "moe.router=softmax_kept with moe.top_k=1",
+            "use moe.router=softmax",
+            "moe.first_dense=1 leaves none of model.layers=1",
+        ),
+    ),
     "longer than the positions": _train(
         "model.positions=8", said=("batch.length=16 is longer than model.positions=8",)
     ),

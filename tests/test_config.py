@@ -322,6 +322,8 @@ def test_the_description_of_a_number_says_what_it_counts():
 
 # What a run survives
 
+MOE = "moe={experts: 4, top_k: 2, balance: loss, balance_scope: SCOPE}"
+
 
 @pytest.mark.parametrize(
     "override",
@@ -377,6 +379,41 @@ def test_other_mathematics_are_refused_by_field_and_both_values(path, override, 
     assert "differ in 1 field(s)" in message
     assert f"{field}: the run has {old!r}, asked is {new!r}" in message
     assert "another run_dir" in message
+
+
+@pytest.mark.parametrize("override", ["moe.eval_capacity_factor=4", "mesh.expert=2"])
+def test_a_run_with_experts_goes_on_over_another_expert_axis_and_evaluates_otherwise(path, override):
+    before = load_config(path, [MOE.replace("SCOPE", "sequence")])
+    after = load_config(path, [MOE.replace("SCOPE", "sequence"), override])
+    assert before != after
+    check_same_mathematics(before, after)
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["experts=8", "top_k=3", "capacity_factor=2", "exchange=capacity", "balance_coef=0.1", "jitter=0.01"],
+)
+def test_experts_and_routers_belong_to_the_mathematics(path, field):
+    before = load_config(path, [MOE.replace("SCOPE", "sequence")])
+    after = load_config(path, [MOE.replace("SCOPE", "sequence"), f"moe.{field}"])
+    with pytest.raises(UserError, match=rf"differ in 1 field\(s\)\n  moe.{field.split('=')[0]}: the run has"):
+        check_same_mathematics(before, after)
+    with pytest.raises(UserError, match="moe"):
+        check_same_mathematics(load_config(path), before)
+
+
+@pytest.mark.parametrize("scope", ["sequence", "microbatch", "step"])
+def test_microbatches_belong_to_the_mathematics_where_a_loss_takes_its_fractions_of_one(path, scope):
+    def load(*overrides):
+        return load_config(path, [MOE.replace("SCOPE", scope), *overrides])
+
+    if scope != "microbatch":
+        check_same_mathematics(load(), load("batch.microbatches=4"))
+        return
+    with pytest.raises(UserError, match=r"batch\.microbatches: the run has 1, asked is 4"):
+        check_same_mathematics(load(), load("batch.microbatches=4"))
+    for lossless in ("moe.balance=bias", "moe.balance_coef=0"):
+        check_same_mathematics(load(lossless), load(lossless, "batch.microbatches=4"))
 
 
 def test_all_changed_mathematics_are_named_at_once_and_free_fields_are_not(path):

@@ -1,4 +1,7 @@
-"""Every shipped configuration loads, has the published size, and fits the machine it names."""
+"""Every shipped configuration loads, has the published size, and fits the machine it names.
+
+Sizes and training of those with experts stand in `tests/test_expert_configs.py`.
+"""
 
 from pathlib import Path
 
@@ -47,7 +50,12 @@ MACHINES = {
     "llama3_8b": (64, {"fsdp": 64, "tensor": 8}),
     "llama3_70b": (256, {"fsdp": 64, "tensor": 8}),
     "llama3_405b": (1024, {"fsdp": 64, "tensor": 8}),
+    "tiny_moe": (8, {"fsdp": 2, "expert": 2, "tensor": 2}),
+    "mixtral_8x7b": (64, {"fsdp": 16, "expert": 8, "tensor": 8}),
+    "switch_base_64": (8, {"data": 4, "expert": 16, "tensor": 4}),
+    "deepseek_v3": (1024, {"fsdp": 32, "expert": 32, "tensor": 8}),
 }
+WITH_EXPERTS = {"tiny_moe", "mixtral_8x7b", "switch_base_64", "deepseek_v3"}
 PEAK_LR = {
     "gpt2_124m": 6e-4,
     "gpt3_175b": 0.6e-4,
@@ -84,7 +92,8 @@ def _shape(config: Config) -> DecoderShape:
 
 def test_every_shipped_configuration_is_tested_here():
     assert {path.stem for path in CONFIGS.iterdir()} == set(MACHINES)
-    assert set(STATED_PARAMETERS) == set(PUBLISHED_PARAMETERS) == set(MACHINES) - {"tiny"}
+    assert set(STATED_PARAMETERS) == set(PUBLISHED_PARAMETERS) == set(MACHINES) - WITH_EXPERTS - {"tiny"}
+    assert {name for name in MACHINES if _load(name).moe} == WITH_EXPERTS
 
 
 @pytest.mark.parametrize("name", MACHINES)

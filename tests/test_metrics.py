@@ -78,6 +78,14 @@ def test_the_field_names_are_the_contract():
         "mfu",
         "loss_scale",
         "skipped",
+        "balance",
+        "router_z",
+        "router_entropy",
+        "drop_fraction",
+        "load_max",
+        "load_min",
+        "bias_min",
+        "bias_max",
     ]
     assert json.loads(make_eval(2, loss=0.0).to_json()) == {
         "kind": "eval",

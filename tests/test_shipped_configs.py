@@ -12,7 +12,12 @@ from jaxscale.verify import verify_model
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
 # On the eight devices of the test process; the meshes that the files name have up to 1,024.
-MESHES = ({"fsdp": 8}, {"fsdp": 2, "tensor": 4}, {"data": 2, "fsdp": 2, "tensor": 2})
+MESHES = (
+    {"fsdp": 8},
+    {"fsdp": 2, "tensor": 4},
+    {"data": 2, "fsdp": 2, "tensor": 2},
+    {"fsdp": 2, "expert": 4},
+)
 
 
 @pytest.mark.full

@@ -19,6 +19,7 @@ FREE_TO_CHANGE = (
     "nonfinite",
     "model.attention",
     "data.cache_dir",
+    "moe.eval_capacity_factor",
 )
 
 
@@ -45,7 +46,15 @@ def check_same_mathematics(saved: Config, asked: Config) -> None:
 def _is_free(path: str, saved: Config, asked: Config) -> bool:
     if path == "steps":
         return _ignores_end(saved) and _ignores_end(asked)
+    if path == "batch.microbatches" and _balances_microbatches(saved):
+        return False
     return any(path == free or path.startswith(free + ".") for free in FREE_TO_CHANGE)
+
+
+def _balances_microbatches(config: Config) -> bool:
+    """Whether a loss is not linear in a microbatch, so that their number is part of the mathematics."""
+    moe = config.moe
+    return moe is not None and moe.has_loss and moe.balance_scope == "microbatch"
 
 
 def _ignores_end(config: Config) -> bool:

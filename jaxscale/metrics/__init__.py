@@ -7,14 +7,16 @@ from jaxscale.metrics.flops import (
     model_flops_utilisation,
     peak_flops_per_second,
 )
-from jaxscale.metrics.records import EvalRecord, StepRecord
+from jaxscale.metrics.records import OPTIONAL_FIGURES, EvalRecord, LoadRecord, StepRecord
 from jaxscale.metrics.sinks import JsonlSink, Sink, Sinks, TensorBoardSink
 
 __all__ = [
+    "OPTIONAL_FIGURES",
     "Console",
     "EvalRecord",
     "JsonlSink",
     "LiveConsole",
+    "LoadRecord",
     "PlainConsole",
     "SilentConsole",
     "Sink",

@@ -7,7 +7,7 @@ import time
 from typing import Any, Protocol, TextIO
 
 from jaxscale.metrics.records import EvalRecord, StepRecord
-from jaxscale.metrics.summary import Summary, word_duration, word_loss, word_rate
+from jaxscale.metrics.summary import Summary, word_drops, word_duration, word_loads, word_loss, word_rate
 
 
 class Console(Protocol):
@@ -152,6 +152,8 @@ class LiveConsole:
         self._summary.add_step(record)
         seconds_left = self._summary.estimate_seconds_left()
         status = f"loss {word_loss(record.loss)}  {word_rate(record.tokens_per_second)} tokens/s"
+        if record.load_max is not None:
+            status += f"  load {word_loads(record)}"
         if seconds_left is not None:
             status += f"  {word_duration(seconds_left)} left"
         self._progress.update(self._task, completed=record.step, status=status)
@@ -205,6 +207,8 @@ def _word_step(record: StepRecord, summary: Summary) -> str:
         line += f"  MFU {record.mfu:.1%}"
     if record.loss_scale is not None:
         line += f"  loss scale {record.loss_scale:,.0f}"
+    if record.load_max is not None:
+        line += f"  load {word_loads(record)}  dropped {word_drops(record)}"
     seconds_left = summary.estimate_seconds_left()
     return line if seconds_left is None else f"{line}  {word_duration(seconds_left)} left"
 

@@ -15,14 +15,14 @@ from typing import Any, Protocol
 
 from jaxscale.config.errors import UserError
 from jaxscale.disk import write_whole
-from jaxscale.metrics.records import EvalRecord, StepRecord
+from jaxscale.metrics.records import EvalRecord, LoadRecord, Record, StepRecord
 
 
 class Sink(Protocol):
     """Takes the records of a run, in order."""
 
-    def write(self, record: StepRecord | EvalRecord) -> None:
-        """Takes one record."""
+    def write(self, record: Record) -> None:
+        """Takes one record, or passes over it."""
         ...
 
     def close(self) -> None:
@@ -34,19 +34,25 @@ class JsonlSink:
     """A file with one line of JSON a record, flushed line by line: a kill loses at most the line being
     written."""
 
-    def __init__(self, path: str | Path, *, resume_step: int) -> None:
+    def __init__(
+        self, path: str | Path, *, resume_step: int, takes: tuple[type, ...] = (StepRecord, EvalRecord)
+    ) -> None:
         """Opens or creates the file for a run at `resume_step`, and drops records of later steps.
 
+        `takes`: kinds of records that belong into the file; others are passed over.
         Raises UserError if a line other than the last is not a JSON object.
         """
         self._path = Path(path)
+        self._takes = takes
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if self._path.exists():
             _drop_later_records(self._path, resume_step)
         self._file = self._path.open("a", encoding="utf-8")
 
-    def write(self, record: StepRecord | EvalRecord) -> None:
+    def write(self, record: Record) -> None:
         """Appends one line."""
+        if not isinstance(record, self._takes):
+            return
         self._file.write(record.to_json() + "\n")
         self._file.flush()
 
@@ -78,8 +84,10 @@ class TensorBoardSink:
             str(folder), purge_step=resume_step + 1, max_queue=1000, flush_secs=10
         )
 
-    def write(self, record: StepRecord | EvalRecord) -> None:
-        """Hands the record's numbers to the writing thread."""
+    def write(self, record: Record) -> None:
+        """Hands the record's numbers to the writing thread; loads are a table and no scalars."""
+        if isinstance(record, LoadRecord):
+            return
         group = "train" if isinstance(record, StepRecord) else "eval"
         values = [
             self._summary.Value(tag=f"{group}/{name}", simple_value=float(value))
@@ -99,7 +107,7 @@ class Sinks:
     def __init__(self, *sinks: Sink) -> None:
         self._sinks = sinks
 
-    def write(self, record: StepRecord | EvalRecord) -> None:
+    def write(self, record: Record) -> None:
         """Hands the record to each sink."""
         for sink in self._sinks:
             sink.write(record)

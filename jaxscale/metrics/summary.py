@@ -54,6 +54,9 @@ class Summary:
         if self._last:
             rows.append(("tokens", f"{self._last.tokens:,}"))
             rows.append(("final loss", word_loss(self._last.loss)))
+        if self._last and self._last.load_max is not None:
+            rows.append(("load of experts", f"{word_loads(self._last)} of an even share"))
+            rows.append(("dropped choices", word_drops(self._last)))
         if self._last_eval and self._first_eval is self._last_eval:
             rows.append(("validation loss", _word_eval(self._last_eval)))
         elif self._first_eval and self._last_eval:
@@ -74,6 +77,16 @@ def _word_eval(record: EvalRecord) -> str:
 def word_loss(loss: float) -> str:
     """Four decimals."""
     return f"{loss:.4f}"
+
+
+def word_loads(record: StepRecord) -> str:
+    """Smallest and largest load, in multiples of an even share: 0.41-2.3."""
+    return f"{record.load_min:.2g}-{record.load_max:.2g}"
+
+
+def word_drops(record: StepRecord) -> str:
+    """Choices that found no room, per cent."""
+    return f"{record.drop_fraction:.1%}"
 
 
 def word_rate(per_second: float) -> str:

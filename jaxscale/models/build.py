@@ -151,7 +151,7 @@ def build_decoder(shape: DecoderShape) -> Model:
         return sums.load
 
     kernels = {path: leaf for path, leaf in iterate_leaves(shapes) if path.endswith("/kernel")}
-    in_fp8 = {path: leaf.shape[0] for path, leaf in kernels.items() if not _is_expert_kernel(path)}
+    in_fp8 = {path: leaf.shape[0] for path, leaf in kernels.items() if "/router/" not in path}
     return Model(
         shapes=shapes,
         rules=decoder_rules(shape),

@@ -74,7 +74,7 @@ def find_expert_problems(config: Config) -> list[str]:
             f"{layers} layers (model.layers={model.layers} - moe.first_dense={moe.first_dense}) do not "
             f"divide by moe.every={moe.every}; change one of them"
         )
-    problems += _find_group_problems(moe)
+    problems += _find_group_problems(moe) + _find_idle_fields(moe)
     laid = config.strategy.get("experts", PARAMETER_STRATEGY["experts"])
     if not set(laid) <= {"expert"}:
         problems.append(
@@ -99,3 +99,22 @@ def _find_group_problems(moe: MoeConfig) -> list[str]:
             + "); keep more groups"
         ]
     return []
+
+
+def _find_idle_fields(moe: MoeConfig) -> list[str]:
+    """Fields that were given and that nothing would read."""
+    problems = []
+    if moe.exchange == "dropless":
+        given = {"overflow": moe.overflow != "drop", "priority": moe.priority != "position"}
+        problems += [
+            f"moe.{name}={getattr(moe, name)} is for tokens that find no room, and moe.exchange=dropless "
+            "has room for all; leave it out, or set moe.exchange=capacity"
+            for name, is_given in given.items()
+            if is_given
+        ]
+    if moe.bias_freeze_tokens is not None and not moe.has_bias:
+        problems.append(
+            f"moe.bias_freeze_tokens={moe.bias_freeze_tokens} is for a bias, and moe.balance={moe.balance} "
+            "has none; leave it out, or set moe.balance=bias"
+        )
+    return problems

@@ -5,9 +5,8 @@ crosses `expert` are tokens on their way to experts and back (`jaxscale.parallel
 over `tensor`: each device returns its part of the sum, which is added up outside.
 """
 
-from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxscale.models.layers import Mlp
+from jaxscale.models.layers import Fp8Input, Mlp
 from jaxscale.models.model import ExpertSums, RouterInputs
 from jaxscale.models.remat import name_tensor
 from jaxscale.models.router import (
@@ -31,10 +30,12 @@ from jaxscale.models.router import (
 )
 from jaxscale.models.shape import DecoderShape, ExpertShape
 from jaxscale.numerics.draw import draw_normal
+from jaxscale.numerics.fp8 import E4M3, Scales, einsum_fp8
 from jaxscale.parallel.capacity import count_slots, run_capacity, seat_tokens
 from jaxscale.parallel.dropless import run_dropless
 from jaxscale.parallel.groups import multiply_groups
 from jaxscale.parallel.kernels import copies_spec, copy_kernel
+from jaxscale.parallel.scales import copy_scales, scales_spec
 from jaxscale.sharding.activations import (
     activation_axes,
     activation_spec,
@@ -43,17 +44,26 @@ from jaxscale.sharding.activations import (
 )
 
 Purpose = Literal["training", "evaluation", "generation"]
-Multiply = Callable[[jax.Array, jax.Array], jax.Array]
 
 _UP_DIMS = ("experts", "embed", "mlp")
 _DOWN_DIMS = ("experts", "mlp", "embed")
 
 
 class Kernel(nnx.Module):
-    """A kernel without an einsum of its own."""
+    """A kernel without an einsum of its own; perhaps with its copy in fp8."""
 
-    def __init__(self, rngs: nnx.Rngs, shape: tuple[int, ...], std: float):
+    def __init__(self, rngs: nnx.Rngs, shape: tuple[int, ...], std: float, *, is_fp8: bool = False):
         self.kernel = nnx.Param(draw_normal(rngs.params(), shape, std))
+        self.kernel_fp8 = Fp8Input(jnp.zeros(shape, E4M3)) if is_fp8 else None
+        self.scales = Fp8Input(jnp.ones(len(Scales._fields), jnp.float32)) if is_fp8 else None
+
+
+class _Copy(NamedTuple):
+    """A device's copy of its experts' kernel [G, D, F]; on the way into a region with a leading dim more."""
+
+    kernel: jax.Array
+    kernel_fp8: jax.Array | None
+    scales: jax.Array | None
 
 
 class Experts(nnx.Module):
@@ -65,9 +75,11 @@ class Experts(nnx.Module):
         count, d, f = self.shape.router.experts, shape.embed, self.shape.mlp
         std = shape.kernel_std(d)
         self.router = Kernel(rngs, (d, count), std)
-        self.up = Kernel(rngs, (count, d, f), std)
-        self.gate = None if shape.family == "gpt2" else Kernel(rngs, (count, d, f), std)
-        self.down = Kernel(rngs, (count, f, d), shape.residual_std(f))
+        make = partial(Kernel, rngs, is_fp8=shape.fp8 != "none")
+        self.is_dynamic = shape.fp8 == "dynamic"
+        self.up = make((count, d, f), std)
+        self.gate = None if shape.family == "gpt2" else make((count, d, f), std)
+        self.down = make((count, f, d), shape.residual_std(f))
         self.shared = Mlp(shape, rngs, self.shape.shared * f) if self.shape.shared else None
 
     def __call__(
@@ -88,16 +100,7 @@ class Experts(nnx.Module):
           purpose: which capacity holds; text is generated without any, so that no token is dropped.
         """
         batch, tensor = activation_axes("batch"), activation_axes("mlp")
-        kernels = {
-            name: copy_kernel(each.kernel[...].astype(x_BTD.dtype), dims)
-            for name, each, dims in (
-                ("up", self.up, _UP_DIMS),
-                ("gate", self.gate, _UP_DIMS),
-                ("down", self.down, _DOWN_DIMS),
-            )
-            if each is not None
-        }
-        dims = {"up": _UP_DIMS, "gate": _UP_DIMS, "down": _DOWN_DIMS}
+        kernels, specs = self._copy_kernels(x_BTD.dtype)
         rows = activation_spec("batch")
         region = run_per_shard(
             partial(self._run, purpose=purpose),
@@ -107,7 +110,7 @@ class Experts(nnx.Module):
                 PartitionSpec(),
                 PartitionSpec(),
                 rows,
-                {name: copies_spec(dims[name]) for name in kernels},
+                specs,
             ),
             out_specs=(
                 PartitionSpec(tensor or None, *activation_spec("batch", "length", "embed")),
@@ -120,6 +123,25 @@ class Experts(nnx.Module):
             y_BTD = y_BTD + self.shared(x_BTD)
         return y_BTD, jax.tree.map(lambda parts: parts.sum(0), sums)
 
+    def _copy_kernels(self, dtype: jnp.dtype) -> tuple[dict[str, _Copy], dict[str, Any]]:
+        """Copies of the kernels for a region, by name, and their layouts."""
+        copies: dict[str, _Copy] = {}
+        specs: dict[str, Any] = {}
+        for name, each in (("up", self.up), ("gate", self.gate), ("down", self.down)):
+            if each is None:
+                continue
+            dims = _DOWN_DIMS if name == "down" else _UP_DIMS
+            kernel = copy_kernel(each.kernel[...].astype(dtype), dims)
+            spec: Any = copies_spec(dims)
+            scales: Any = scales_spec()
+            if each.kernel_fp8 is None or each.scales is None:
+                copies[name], specs[name] = _Copy(kernel, None, None), _Copy(spec, None, None)
+            else:
+                kernel_fp8 = copy_kernel(lax.stop_gradient(each.kernel_fp8[...]), dims)
+                copies[name] = _Copy(kernel, kernel_fp8, copy_scales(each.scales[...]))
+                specs[name] = _Copy(spec, spec, scales)
+        return copies, specs
+
     def _run(
         self,
         x_BTD: jax.Array,
@@ -127,7 +149,7 @@ class Experts(nnx.Module):
         router_DE: jax.Array,
         inputs: RouterInputs,
         keys_B: jax.Array | None,
-        kernels: dict[str, jax.Array],
+        kernels: dict[str, _Copy],
         *,
         purpose: Purpose,
     ) -> tuple[jax.Array, ExpertSums]:
@@ -141,7 +163,7 @@ class Experts(nnx.Module):
         spare = 2 if has_capacity and shape.reroutes else 1
         candidates = min(shape.router.top_k * spare, shape.router.experts)
         choice_BTK = choose_experts(scores, inputs.bias, shape.router, candidates)
-        used = {name: kernel[0] for name, kernel in kernels.items()}
+        used = jax.tree.map(lambda copies: copies[0], kernels)
         if has_capacity:
             y_BTD, dropped = self._run_capacity(x_BTD, scores, choice_BTK, is_routed_BT, used, purpose)
         else:
@@ -156,7 +178,7 @@ class Experts(nnx.Module):
         scores: Scores,
         choice_BTK: jax.Array,
         is_routed_BT: jax.Array,
-        kernels: dict[str, jax.Array],
+        kernels: dict[str, _Copy],
         purpose: Purpose,
     ) -> tuple[jax.Array, jax.Array]:
         """The experts' part of each token, and how many choices found no room."""
@@ -180,7 +202,7 @@ class Experts(nnx.Module):
             seats,
             count_slots(tokens, top_k, experts, factor),
             experts,
-            partial(_run_mlp, kernels=kernels, multiply=partial(jnp.einsum, "GRD,GDF->GRF")),
+            partial(self._run_mlp, kernels, None),
             region_axes("experts"),
         )
         dropped = top_k * is_routed_BT.sum(dtype=jnp.float32) - seats.is_seated.sum(dtype=jnp.float32)
@@ -192,14 +214,11 @@ class Experts(nnx.Module):
         scores: Scores,
         choice_BTK: jax.Array,
         is_routed_BT: jax.Array,
-        kernels: dict[str, jax.Array],
+        kernels: dict[str, _Copy],
     ) -> jax.Array:
         shape, embed = self.shape, x_BTD.shape[-1]
         weight_BTK = weigh_choices(scores, choice_BTK, is_routed_BT[..., None], shape.router)
         choice_BTK = jnp.where(is_routed_BT[..., None], choice_BTK, shape.router.experts)
-
-        def apply(rows_RD: jax.Array, sizes_G: jax.Array) -> jax.Array:
-            return _run_mlp(rows_RD, kernels, lambda rows, kernel: multiply_groups(rows, kernel, sizes_G))
 
         axes = region_axes("experts")
         assert len(axes) <= 1
@@ -207,11 +226,46 @@ class Experts(nnx.Module):
             x_BTD.reshape(-1, embed),
             choice_BTK.reshape(-1, choice_BTK.shape[-1]),
             shape.router.experts,
-            apply,
+            lambda rows_RD, sizes_G: self._run_mlp(kernels, sizes_G, rows_RD),
             axes[0] if axes else None,
             "padded" if shape.exchange == "capacity" else shape.exchange,
         )
         return _combine(y_NKD, weight_BTK, x_BTD)
+
+    def _run_mlp(self, kernels: dict[str, _Copy], sizes_G: jax.Array | None, rows: jax.Array) -> jax.Array:
+        """Rows through the experts that they belong to; a part of the sum over channels.
+
+        Args:
+          sizes_G: of rows [R, D] that lie sorted by expert; None: each expert has its own rows [G, R, D].
+        """
+        rows = name_tensor(rows, "expert_input")
+        if "gate" in kernels:
+            up, gate = self._project(rows, sizes_G, kernels["up"], kernels["gate"])
+            hidden = jax.nn.silu(name_tensor(gate, "expert_gate")) * name_tensor(up, "expert_up")
+        else:
+            (up,) = self._project(rows, sizes_G, kernels["up"])
+            hidden = jax.nn.gelu(name_tensor(up, "expert_up"), approximate=True)
+        (y,) = self._project(name_tensor(hidden, "expert_hidden"), sizes_G, kernels["down"])
+        return y
+
+    def _project(self, rows: jax.Array, sizes_G: jax.Array | None, *copies: _Copy) -> tuple[jax.Array, ...]:
+        """The rows times each of the kernels."""
+        kernels = tuple(each.kernel for each in copies)
+        equation = "GRD,GDF->GRF" if sizes_G is None else "RD,GDF->RF"
+        if copies[0].kernel_fp8 is not None:
+            return einsum_fp8(
+                (equation,) * len(copies),
+                self.is_dynamic,
+                rows,
+                kernels,
+                tuple(each.kernel_fp8 for each in copies if each.kernel_fp8 is not None),
+                tuple(Scales(*each.scales) for each in copies if each.scales is not None),
+                sizes_G=sizes_G,
+                axes=(*region_axes("batch"), *region_axes("mlp")),
+            )
+        if sizes_G is None:
+            return tuple(jnp.einsum(equation, rows, kernel) for kernel in kernels)
+        return tuple(multiply_groups(rows, kernel, sizes_G) for kernel in kernels)
 
     def _sum(
         self,
@@ -246,17 +300,6 @@ def _find_scope(shape: ExpertShape, load_BE: jax.Array, inputs: RouterInputs) ->
     axes = region_axes("batch")
     load_1E = lax.stop_gradient(load_BE.sum(0, keepdims=True))
     return lax.psum(load_1E, axes) if axes else load_1E
-
-
-def _run_mlp(rows: jax.Array, kernels: dict[str, jax.Array], multiply: Multiply) -> jax.Array:
-    """[..., R, D] through the experts that the rows belong to; a part of the sum over channels."""
-    rows = name_tensor(rows, "expert_input")
-    up = name_tensor(multiply(rows, kernels["up"]), "expert_up")
-    if "gate" in kernels:
-        hidden = jax.nn.silu(name_tensor(multiply(rows, kernels["gate"]), "expert_gate")) * up
-    else:
-        hidden = jax.nn.gelu(up, approximate=True)
-    return multiply(name_tensor(hidden, "expert_hidden"), kernels["down"])
 
 
 def _combine(y_NKD: jax.Array, weight_BTK: jax.Array, like_BTD: jax.Array) -> jax.Array:

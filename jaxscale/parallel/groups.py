@@ -7,7 +7,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
 # Tiles of the TPU's kernels, of rows and of the matrices' sides: they fit the 16 MiB of vector memory that a
 # kernel is given.
@@ -148,6 +147,9 @@ def _multiply_by_kernel(
     contracted: int,
     interpret: bool = False,
 ) -> jax.Array:
+    # lazily: it brings Pallas and 0.2 s, which only a dropless exchange needs
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
+
     padded_RX, tile_rows = _pad_to_tiles(rows_RX)
     out_RY = gmm(
         padded_RX,
@@ -165,6 +167,8 @@ def _multiply_by_kernel(
 def _contract_by_kernel(
     rows_RD: jax.Array, rows_RF: jax.Array, sizes_G: jax.Array, *, interpret: bool = False
 ) -> jax.Array:
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+
     padded_RD, tile_rows = _pad_to_tiles(rows_RD)
     padded_RF, _ = _pad_to_tiles(rows_RF)
     tile = (tile_rows, _tile_side(rows_RD), _tile_side(rows_RF))

@@ -18,7 +18,9 @@ from jaxscale.metrics import (
     Console,
     EvalRecord,
     JsonlSink,
+    LoadRecord,
     SilentConsole,
+    Sink,
     Sinks,
     TensorBoardSink,
     has_fp8,
@@ -180,7 +182,7 @@ class _Session:
                 or _is_due(step, config.eval.every_steps)
                 or _is_due(step, config.checkpoint.every_steps)
             ):
-                reporter.flush()
+                reporter.flush(with_load=True)
             if reporter.give_up is not None:
                 return self._give_up(reporter.give_up)
             if _is_due(step, config.eval.every_steps) or (step == config.steps and config.eval.every_steps):
@@ -223,10 +225,14 @@ class _Session:
     def _open_sinks(self, resume_step: int) -> Sinks:
         if jax.process_index() != 0:
             return Sinks()
-        sinks = Sinks(
+        opened: list[Sink] = [
             JsonlSink(self.run_dir.metrics, resume_step=resume_step),
             TensorBoardSink(self.run_dir.tensorboard, resume_step=resume_step),
-        )
+        ]
+        if self.setup.model.routers is not None:
+            path = self.run_dir.expert_load
+            opened.append(JsonlSink(path, resume_step=resume_step, takes=(LoadRecord,)))
+        sinks = Sinks(*opened)
         self.stack.callback(sinks.close)
         return sinks
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from jaxscale.config import Config
-from jaxscale.metrics import Console, Sinks, StepRecord
+from jaxscale.metrics import OPTIONAL_FIGURES, Console, LoadRecord, Sinks, StepRecord
 from jaxscale.training.nonfinite import GiveUp, is_too_many, name_nonfinite
 from jaxscale.training.throughput import Throughput
 
@@ -28,8 +28,8 @@ class Reporter:
         self.flush()
         self._pending = None if self.give_up else (step, metrics)
 
-    def flush(self) -> None:
-        """Waits for the step taken last, and reports it."""
+    def flush(self, *, with_load: bool = False) -> None:
+        """Waits for the step taken last, and reports it; `with_load`: what each expert had to do as well."""
         if self._pending is None:
             return
         (step, metrics), self._pending = self._pending, None
@@ -47,11 +47,14 @@ class Reporter:
             step_seconds=seconds,
             tokens_per_second=batch.sequences * batch.length / seconds,
             mfu=self.throughput.utilisation(batch.sequences * batch.length / seconds),
-            loss_scale=float(values["loss_scale"]) if "loss_scale" in values else None,
             skipped=bool(values["skipped"]),
+            **{name: float(values[name]) for name in OPTIONAL_FIGURES if name in values},
         )
         self.console.step(record)
         self.sinks.write(record)
+        if with_load and "load" in values:
+            load = LoadRecord(step=step, tokens=record.tokens, load=values["load"].tolist())
+            self.sinks.write(load)
         skips = int(values["skips_in_row"])
         if is_too_many(skips, self.config.nonfinite):
             self.give_up = GiveUp(step, skips, name_nonfinite(self.shapes, values["nonfinite"]))

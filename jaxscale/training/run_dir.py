@@ -27,6 +27,11 @@ class RunDir:
         return self.path / "metrics.jsonl"
 
     @property
+    def expert_load(self) -> Path:
+        """One line at each evaluation, each checkpoint and the last step; for a model with experts alone."""
+        return self.path / "expert_load.jsonl"
+
+    @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
 
