@@ -23,6 +23,10 @@ Progress = Callable[[str], AbstractContextManager[object]]
 # Matmuls of cuDNN's attention, each of 2 B N T S H FLOPs; the kernel itself is no matmul of the program.
 _KERNEL_MATMULS = {"dot_product_attention_fwd_wrapper": 2, "dot_product_attention_bwd_wrapper": 5}
 
+# Matmuls of groups of rows, each with a matrix of its own, and their derivative: the kernels' grids and other
+# platforms' loops are as long as the groups are, but as much as all rows can be is known.
+_GROUPED_MATMULS = ("gmm", "tgmm")
+
 
 @dataclass(frozen=True, kw_only=True)
 class RematReport:
@@ -109,26 +113,21 @@ def _count_equation(equation: Any) -> int:
         (contracted, _), _ = params["dimension_numbers"]
         shape = equation.invars[0].aval.shape
         return 2 * equation.outvars[0].aval.size * math.prod(shape[dim] for dim in contracted)
-    if name == "ragged_dot_general":
-        rows, others = (value.aval.shape for value in equation.invars[:2])
-        return _count_grouped(rows, others, params)
     if name in _KERNEL_MATMULS:
         (batch, length, heads, head), keys = (value.aval.shape for value in equation.invars[:2])
         return _KERNEL_MATMULS[name] * 2 * batch * length * heads * head * keys[1]
-    inner = [_count_program(each) for each in find_inner(equation)]
+    programs = list(find_inner(equation))
+    if name == "cond" and (grouped := [each for branch in programs for each in _find_grouped(branch)]):
+        return 2 * grouped[0].invars[0].aval.size * grouped[0].outvars[0].aval.shape[-1]
+    inner = [_count_program(each) for each in programs]
     if name == "cond":
         return max(inner)
     return sum(inner) * _count_runs(name, params)
 
 
-def _count_grouped(rows: tuple[int, ...], others: tuple[int, ...], params: Any) -> int:
-    """FLOPs of a matmul whose rows are of several groups, each with a matrix of its own: all rows count, also
-    those of a buffer that no group has."""
-    dims = params["ragged_dot_dimension_numbers"]
-    (contracted, _), _ = dims.dot_dimension_numbers
-    summed = math.prod(rows[dim] for dim in contracted)
-    groups = math.prod(others[dim] for dim in dims.rhs_group_dimensions)
-    return 2 * math.prod(rows) * (math.prod(others) // (summed * groups))
+def _find_grouped(branch: Jaxpr) -> list[Any]:
+    """The kernel of a grouped matmul, where a branch for one platform is nothing else."""
+    return [each for each in branch.eqns if each.params.get("name") in _GROUPED_MATMULS and each.invars]
 
 
 def _count_runs(name: str, params: Any) -> int:
@@ -138,10 +137,7 @@ def _count_runs(name: str, params: Any) -> int:
     if name == "shard_map":
         return math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
     if name == "pallas_call":
-        grid = params["grid_mapping"].grid
-        # How many blocks a grouped matmul has is known when it runs. It stands in a branch beside XLA's own,
-        # which counts instead.
-        return math.prod(grid) if all(isinstance(size, int) for size in grid) else 0
+        return math.prod(params["grid_mapping"].grid)
     return 1
 
 
