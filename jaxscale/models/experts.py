@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from jaxscale.models.layers import Fp8Input, Mlp
 from jaxscale.models.model import ExpertSums, RouterInputs
-from jaxscale.models.remat import name_tensor
+from jaxscale.models.remat import keep_named, name_tensor
 from jaxscale.models.router import (
     Scores,
     choose_experts,
@@ -99,6 +99,22 @@ class Experts(nnx.Module):
           keys_B: a key a sequence, for jitter; None: none is drawn.
           purpose: which capacity holds; text is generated without any, so that no token is dropped.
         """
+        run = keep_named(partial(self._run_in_region, purpose=purpose))
+        y_BTD, sums = run(x_BTD, is_routed_BT, inputs, keys_B)
+        if self.shared is not None:
+            y_BTD = y_BTD + self.shared(x_BTD)
+        return y_BTD, sums
+
+    def _run_in_region(
+        self,
+        x_BTD: jax.Array,
+        is_routed_BT: jax.Array,
+        inputs: RouterInputs,
+        keys_B: jax.Array | None,
+        *,
+        purpose: Purpose,
+    ) -> tuple[jax.Array, ExpertSums]:
+        """What the chosen experts add, and the sums."""
         batch, tensor = activation_axes("batch"), activation_axes("mlp")
         kernels, specs = self._copy_kernels(x_BTD.dtype)
         rows = activation_spec("batch")
@@ -118,10 +134,7 @@ class Experts(nnx.Module):
             ),
         )
         y_PBTD, sums = region(x_BTD, is_routed_BT, self.router.kernel[...], inputs, keys_B, kernels)
-        y_BTD = y_PBTD.sum(0)
-        if self.shared is not None:
-            y_BTD = y_BTD + self.shared(x_BTD)
-        return y_BTD, jax.tree.map(lambda parts: parts.sum(0), sums)
+        return y_PBTD.sum(0), jax.tree.map(lambda parts: parts.sum(0), sums)
 
     def _copy_kernels(self, dtype: jnp.dtype) -> tuple[dict[str, _Copy], dict[str, Any]]:
         """Copies of the kernels for a region, by name, and their layouts."""

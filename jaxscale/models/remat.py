@@ -107,6 +107,18 @@ def remat(
     return jax.checkpoint(function, policy=decide, prevent_cse=not in_scan)
 
 
+def keep_named(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Where everything is kept: the function, of which only the decoder's named tensors are.
+
+    For a function in a `lax.scan` that gathers kernels by itself: they would be kept whole, of all layers.
+    Where the configuration computes anything again, its choice holds and the function is as it was.
+    """
+    if not _remat.get().is_off:
+        return function
+    policy = jax.checkpoint_policies.save_only_these_names(*DECODER_TENSORS)
+    return jax.checkpoint(function, policy=policy, prevent_cse=False)
+
+
 def kept_by_name(config: RematConfig, name: str, matmuls: Sequence[str] | None = DECODER_MATMULS) -> bool:
     """Whether the backward pass finds a named tensor in memory, on the device or the host."""
     if name in config.recompute:

@@ -155,9 +155,8 @@ def _expect_zero_a_microbatch(setup: Setup, parameters: list[_Parameter]) -> Ite
 
 
 def _count_gathers(setup: Setup, parameter: _Parameter, *, is_head: bool) -> int:
-    """Layers of a parameter that a step gathers: the head for both passes at once, others for each pass, but
-    for experts' copies, which are kept between the two where nothing is computed again."""
-    uses = 1 if is_head or (parameter.is_split and setup.config.remat.is_off) else 2
+    """Layers of a parameter that a step gathers: the head for both passes at once, others for each pass."""
+    uses = 1 if is_head else 2
     times, counted = setup.config.batch.microbatches, 0 if is_head else _count_extra_passes(setup)
     # XLA's CPU compiler takes a gather that stands in no loop of layers out of the loop of microbatches.
     alone = 0
