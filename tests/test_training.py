@@ -80,8 +80,10 @@ def test_a_run_directory_holds_the_run(unbroken: RunDir) -> None:
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
     assert set(steps[0]) == {
         "kind", "step", "sequences", "tokens", "loss", "grad_norm", "lr", "step_seconds", "tokens_per_second",
-        "mfu", "loss_scale", "skipped",
+        "mfu", "loss_scale", "skipped", "balance", "router_z", "router_entropy", "drop_fraction", "load_max",
+        "load_min", "bias_min", "bias_max",
     }  # fmt: skip
+    assert {line["balance"] for line in steps} == {None}  # as all that only experts have
     assert steps[-1]["sequences"] == STEPS * 8
     assert steps[-1]["tokens"] == STEPS * 8 * 32
     assert [line["step"] for line in lines if line["kind"] == "eval"] == [0, 3, 6]
