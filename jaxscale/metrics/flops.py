@@ -5,61 +5,14 @@ forward and backward: N parameters of matmuls (every kernel and the output head;
 embedding, which is a look-up, without norms and biases; of a mixture of experts only what a token uses),
 and attention over T positions in L layers of H heads with Q channels, not halved for causal masks.
 Recomputation does not count: that would be HFU.
+
+Peaks come from `jaxscale/metrics/chips.yaml`.
 """
 
-_TERA = 10**12
+from typing import TYPE_CHECKING
 
-_TPU = frozenset({"bf16"})
-_GPU = frozenset({"bf16", "fp16"})
-
-# Peak dense TFLOP/s of one jax device, by `jax.Device.device_kind`, and the compute formats it holds for.
-# fp32 is left out: by default XLA computes fp32 matmuls in bf16 passes on TPU and in TF32 on newer GPUs, so
-# there is no one peak to divide by.
-_PEAKS: dict[str, tuple[float, frozenset[str]]] = {
-    # Google Cloud TPU documentation, "System architecture"; a device of v2, v3 and 7x is one of a chip's
-    # two cores.
-    "TPU v2": (45 / 2, _TPU),
-    "TPU v3": (123 / 2, _TPU),
-    "TPU v4": (275, _TPU),
-    "TPU v5 lite": (197, _TPU),  # v5e
-    "TPU v5e": (197, _TPU),
-    "TPU v5": (459, _TPU),  # v5p
-    "TPU v5p": (459, _TPU),
-    "TPU v6 lite": (918, _TPU),  # v6e, Trillium
-    "TPU v6e": (918, _TPU),
-    "TPU7x": (2307 / 2, _TPU),  # Ironwood
-    # NVIDIA V100 datasheet, 2020: tensor cores take fp16 only; PCIe 112, SXM2 125.
-    "Tesla V100-SXM2-16GB": (125, frozenset({"fp16"})),
-    "Tesla V100-SXM2-32GB": (125, frozenset({"fp16"})),
-    "Tesla V100-PCIE-16GB": (112, frozenset({"fp16"})),
-    "Tesla V100-PCIE-32GB": (112, frozenset({"fp16"})),
-    # NVIDIA A100 datasheet, 2021.
-    "NVIDIA A100-SXM4-40GB": (312, _GPU),
-    "NVIDIA A100-SXM4-80GB": (312, _GPU),
-    "NVIDIA A100-PCIE-40GB": (312, _GPU),
-    "NVIDIA A100 80GB PCIe": (312, _GPU),
-    # NVIDIA H100 datasheet, 2023; half of the figures printed there, which are with sparsity.
-    "NVIDIA H100 80GB HBM3": (989, _GPU),
-    "NVIDIA H100 PCIe": (756, _GPU),
-    "NVIDIA H100 NVL": (835, _GPU),
-    # NVIDIA H200 datasheet, 2024; SXM; half of the figure printed there, which is with sparsity.
-    "NVIDIA H200": (989, _GPU),
-    # NVIDIA L4 and L40S datasheets, 2023; half of the figures printed there, which are with sparsity.
-    "NVIDIA L4": (121, _GPU),
-    "NVIDIA L40S": (362, _GPU),
-}
-
-# Peak dense TFLOP/s in fp8, from the same datasheets; devices of the table above that are missing here have
-# no fp8 units.
-_FP8_PEAKS: dict[str, float] = {
-    "TPU7x": 4614 / 2,
-    "NVIDIA H100 80GB HBM3": 1979,
-    "NVIDIA H100 PCIe": 1513,
-    "NVIDIA H100 NVL": 1671,
-    "NVIDIA H200": 1979,
-    "NVIDIA L4": 242,
-    "NVIDIA L40S": 733,
-}
+if TYPE_CHECKING:
+    from jaxscale.metrics.chips import Chip
 
 
 def model_flops_per_token(num_matmul_params: int, layers: int, heads: int, head: int, length: int) -> float:
@@ -75,19 +28,23 @@ def peak_flops_per_second(device_kind: str, compute: str) -> float | None:
     """Peak dense FLOP/s of one jax device in the compute format (`fp8`, `bf16`, `fp16`, `fp32`); None where
     not known.
 
-    `device_kind` as `jax.Device.device_kind` spells it.
+    `device_kind` as `jax.Device.device_kind` spells it. There is no one peak of fp32 to divide by: by default
+    XLA computes fp32 matmuls in bf16 passes on TPU and in TF32 on newer GPUs.
     """
-    if compute == "fp8":
-        return _FP8_PEAKS[device_kind] * _TERA if has_fp8(device_kind) else None
-    tera, formats = _PEAKS.get(device_kind, (0.0, frozenset()))
-    return tera * _TERA if compute in formats else None
+    chip = _find_chip(device_kind)
+    return None if chip is None or compute == "fp32" else chip.find_peak(compute)
 
 
 def has_fp8(device_kind: str) -> bool | None:
     """Whether a device multiplies in fp8; None where not known. Otherwise a wider format stands in."""
-    if device_kind in _FP8_PEAKS:
-        return True
-    return False if device_kind in _PEAKS or device_kind == "cpu" else None
+    chip = _find_chip(device_kind)
+    return None if chip is None else chip.find_peak("fp8") is not None
+
+
+def _find_chip(device_kind: str) -> "Chip | None":
+    from jaxscale.metrics.chips import find_device_kind  # lazily: it reads a file
+
+    return find_device_kind(device_kind)
 
 
 def model_flops_utilisation(
