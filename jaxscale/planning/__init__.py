@@ -1,1 +1,1 @@
-"""What a run would need and take on chips that are not here: hardware, wires, closed forms of time."""
+"""Which configuration to use on which chips: closed forms first, then the real compiler of the real chip."""
