@@ -1,0 +1,1 @@
+"""What a configuration needs and how fast it is, before anything compiles."""

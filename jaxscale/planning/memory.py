@@ -1,0 +1,96 @@
+"""Memory of a step on one device in closed form, before anything compiles.
+
+Arguments are the state and the batch as they lie: exact. Temporaries are buffers that the platform's compiler
+was seen to keep (`jaxscale.planning.memory_cpu`, `memory_chips`), summed at the moment at which most is alive.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from jaxscale.inspection.weigh import measure_part
+from jaxscale.mesh import BATCH_AXES
+from jaxscale.planning import memory_cpu
+from jaxscale.planning.buffers import Buffer, Kind, Moment, find_peak
+from jaxscale.planning.draft import Draft, draft_setup
+from jaxscale.planning.sizes import measure_sizes
+from jaxscale.planning.weights import measure_weights
+from jaxscale.sharding.rules import iterate_leaves
+from jaxscale.training.setup import Setup
+from jaxscale.training.step import BATCH_DTYPES
+
+
+@dataclass(frozen=True)
+class MemoryForecast:
+    """Bytes of one device at the step's peak, as `memory_analysis` splits them."""
+
+    arguments: int
+    """State and batch; the state is donated, so that the new one takes its place."""
+    temporaries: int
+    host: int
+    """State and kept activations in the host's memory."""
+    by_kind: Mapping[Kind, int]
+    """What makes up arguments and temporaries at the peak."""
+    moment: Moment
+    buffers: tuple[Buffer, ...]
+    """All temporaries, those too that are not alive at the peak."""
+
+    @property
+    def total(self) -> int:
+        """On the device."""
+        return self.arguments + self.temporaries
+
+
+def predict_memory(draft: Draft | Setup) -> MemoryForecast:
+    """What the step needs on each device.
+
+    Raises:
+      UserError: the model is no decoder: what a model of one's own keeps is known only when it is compiled.
+    """
+    if isinstance(draft, Setup):
+        draft = draft_setup(draft)
+    sizes, weights = measure_sizes(draft), measure_weights(draft.laid)
+    arguments, host = _weigh_arguments(draft)
+    buffers = memory_cpu.list_buffers(draft, sizes, weights)
+    moments = [
+        moment
+        for moment in Moment
+        if (sizes.dense_layers or moment is not Moment.DENSE)
+        and (sizes.expert_layers or moment is not Moment.EXPERTS)
+    ]
+    moment, alive = find_peak(buffers, moments)
+    by_kind = {kind: arguments.get(kind, 0) + alive.get(kind, 0) for kind in {**arguments, **alive}}
+    return MemoryForecast(
+        arguments=sum(arguments.values()),
+        temporaries=sum(alive.values()),
+        host=host,
+        by_kind=by_kind,
+        moment=moment,
+        buffers=tuple(buffers),
+    )
+
+
+def _weigh_arguments(draft: Draft) -> tuple[dict[Kind, int], int]:
+    """Bytes of the state and the batch on the device by kind, and those on the host."""
+    config, layouts = draft.config, draft.layouts
+    kept = sum(
+        measure_part(leaf.shape, leaf.dtype, sharding).bytes
+        for leaf, (_, sharding) in zip(layouts.leaves.values(), iterate_leaves(layouts.params), strict=True)
+    )
+    moments = {True: 0, False: draft.laid.counter_bytes}
+    for leaf in draft.laid.optimizer_leaves:
+        part = measure_part(leaf.shape, leaf.dtype, leaf.sharding).bytes
+        moments[leaf.parameter is not None] += part
+    sequences = config.batch.sequences
+    for axis in BATCH_AXES:
+        sequences = -(-sequences // draft.axis_sizes[axis])
+    batch = sequences * config.batch.length * sum(jnp.dtype(dtype).itemsize for dtype in BATCH_DTYPES.values())
+    arguments: dict[Kind, int] = {"parameters": kept, "optimizer": sum(moments.values()), "batch": batch}
+    host = 0
+    if draft.platform != "cpu":  # a CPU has one memory
+        if config.offload.master_weights:
+            host, arguments["parameters"] = host + kept, 0
+        if config.offload.optimizer_state:
+            host, arguments["optimizer"] = host + moments[True], moments[False]
+    return arguments, host
