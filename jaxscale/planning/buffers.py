@@ -6,7 +6,15 @@ from enum import IntEnum
 from typing import Literal
 
 Kind = Literal[
-    "parameters", "gradients", "optimizer", "activations", "working", "gathered", "logits", "exchange", "batch"
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "working",
+    "gathered",
+    "logits",
+    "exchange",
+    "batch",
 ]
 KINDS: tuple[Kind, ...] = (
     *("parameters", "gradients", "optimizer"),
@@ -21,16 +29,19 @@ class Moment(IntEnum):
     """In the forward pass of the last layer."""
     HEAD = 1
     """Logits and their gradient."""
-    DENSE = 2
+    ATTENTION = 2
+    """In the backward pass of a layer, its attention made again."""
+    DENSE = 3
     """In the backward pass of a layer with an MLP."""
-    EXPERTS = 3
+    EXPERTS = 4
     """In the backward pass of a layer with experts."""
-    UPDATE = 4
+    UPDATE = 5
     """Gradients summed over devices, state not yet updated."""
 
 
 ALWAYS = (Moment.FORWARD, Moment.UPDATE)
-LAYERS = (Moment.DENSE, Moment.EXPERTS)
+BACKWARD = (Moment.ATTENTION, Moment.EXPERTS)
+THROUGH_LAYERS = (Moment.FORWARD, Moment.EXPERTS)
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,9 @@ class Drafter:
 
     def __init__(self, config: Config, *, vocab: int, platform: str) -> None:
         if not isinstance(config.model, ModelConfig):
-            raise UserError("closed forms know decoders only, and this model is your own: it has to be compiled")
+            raise UserError(
+                "closed forms know decoders only, and this model is your own: it has to be compiled"
+            )
         self._platform, self._vocab = platform, vocab
         self._shape = shape_decoder(config, vocab=vocab, platform=platform)
         self._model = build_decoder(self._shape)

@@ -1,7 +1,8 @@
 """Memory of a step on one device in closed form, before anything compiles.
 
-Arguments are the state and the batch as they lie: exact. Temporaries are buffers that the platform's compiler
-was seen to keep (`jaxscale.planning.memory_cpu`, `memory_chips`), summed at the moment at which most is alive.
+Arguments are the state and the batch as they lie: exact. Temporaries are buffers that the platform's
+compiler was seen to keep (`jaxscale.planning.memory_cpu`, `memory_chips`), summed at the moment at which most
+is alive.
 """
 
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxscale.inspection.weigh import measure_part
 from jaxscale.mesh import BATCH_AXES
-from jaxscale.planning import memory_cpu
+from jaxscale.planning import memory_chips, memory_cpu
 from jaxscale.planning.buffers import Buffer, Kind, Moment, find_peak
 from jaxscale.planning.draft import Draft, draft_setup
 from jaxscale.planning.sizes import measure_sizes
@@ -52,7 +53,8 @@ def predict_memory(draft: Draft | Setup) -> MemoryForecast:
         draft = draft_setup(draft)
     sizes, weights = measure_sizes(draft), measure_weights(draft.laid)
     arguments, host = _weigh_arguments(draft)
-    buffers = memory_cpu.list_buffers(draft, sizes, weights)
+    compiler = memory_cpu if draft.platform == "cpu" else memory_chips
+    buffers = compiler.list_buffers(draft, sizes, weights)
     moments = [
         moment
         for moment in Moment
@@ -85,7 +87,9 @@ def _weigh_arguments(draft: Draft) -> tuple[dict[Kind, int], int]:
     sequences = config.batch.sequences
     for axis in BATCH_AXES:
         sequences = -(-sequences // draft.axis_sizes[axis])
-    batch = sequences * config.batch.length * sum(jnp.dtype(dtype).itemsize for dtype in BATCH_DTYPES.values())
+    batch = (
+        sequences * config.batch.length * sum(jnp.dtype(dtype).itemsize for dtype in BATCH_DTYPES.values())
+    )
     arguments: dict[Kind, int] = {"parameters": kept, "optimizer": sum(moments.values()), "batch": batch}
     host = 0
     if draft.platform != "cpu":  # a CPU has one memory

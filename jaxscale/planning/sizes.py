@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxscale.mesh import BATCH_AXES
+from jaxscale.models.remat import DECODER_TENSORS
 from jaxscale.models.shape import DecoderShape
 from jaxscale.parallel.capacity import count_slots
 from jaxscale.parallel.vocab import LOGITS_HELD
@@ -86,6 +87,26 @@ def measure_sizes(draft: Draft) -> Sizes:
         expert_layers=shape.expert_layers,
         experts=_measure_experts(shape, sequences, batch.length, ways("mlp"), ways("experts")),
     )
+
+
+def count_named(sizes: Sizes, has_experts: bool, *, gated: bool) -> dict[str, int]:
+    """Elements of each tensor that a decoder's layer names (`jaxscale.models.remat`)."""
+    n, d = sizes.tokens, sizes.embed
+    named = dict.fromkeys(("block_input", "attention_norm", "attention_out", "mlp_norm"), n * d)
+    named |= {"query": n * sizes.query, "attention": n * sizes.query}
+    named |= {"key": n * sizes.kv, "value": n * sizes.kv}
+    experts = sizes.experts
+    mlp = sizes.mlp if not has_experts or experts is None else experts.shared_mlp
+    named |= dict.fromkeys(("mlp_up", "mlp_gate", "mlp_hidden"), n * mlp)
+    if has_experts and experts is not None:
+        named["expert_input"] = experts.rows * d
+        named["expert_out"] = n * experts.choices * d
+        hidden = experts.rows * experts.mlp
+        named |= dict.fromkeys(("expert_up", "expert_gate", "expert_hidden"), hidden)
+    if not gated:
+        named = {name: count for name, count in named.items() if not name.endswith("_gate")}
+    assert set(named) <= set(DECODER_TENSORS)
+    return named
 
 
 def _measure_experts(

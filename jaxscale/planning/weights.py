@@ -1,4 +1,4 @@
-"""What a device holds of each parameter, in elements: kept, in use, as a gradient, and gathered for a layer."""
+"""Elements of each parameter on a device: kept, in use, of its gradient, and gathered for a layer."""
 
 import math
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from jax.sharding import NamedSharding
 
 from jaxscale.mesh import BATCH_AXES
+from jaxscale.models.shape import DecoderShape
 from jaxscale.planning.draft import Laid
 from jaxscale.sharding.rules import Leaf, iterate_leaves
 from jaxscale.sharding.zero import dim_axes
@@ -33,6 +34,15 @@ class Weight:
     """Whether weights in use lie otherwise than those that are kept."""
 
     @property
+    def is_cut(self) -> bool:
+        """Whether a layer has to gather it."""
+        return self.in_use < self.gathered * self.layers
+
+    @property
+    def is_of_expert_layer(self) -> bool:
+        return self.path.startswith("expert_layers/")
+
+    @property
     def is_expert(self) -> bool:
         """Of experts that tokens choose."""
         return "/experts/" in self.path and "/shared/" not in self.path and "/router/" not in self.path
@@ -57,6 +67,11 @@ def measure_weights(laid: Laid) -> tuple[Weight, ...]:
     )
 
 
+def find_head_path(shape: DecoderShape) -> str:
+    """Path of the table that makes logits."""
+    return "embed/table" if shape.tied else "head/table"
+
+
 def _measure(leaf: Leaf, kept: NamedSharding, in_use: NamedSharding, gradient: NamedSharding) -> Weight:
     is_stacked = leaf.dims[:1] == ("layers",) or leaf.path.startswith(("layers/", "dense_", "expert_"))
     local = _cut(leaf.shape, kept)
@@ -71,7 +86,7 @@ def _measure(leaf: Leaf, kept: NamedSharding, in_use: NamedSharding, gradient: N
         gradient=math.prod(_cut(leaf.shape, gradient)),
         gathered=math.prod(_cut(leaf.shape, in_use, gathered=True)[1 if is_stacked else 0 :]),
         kept_local=local,
-        is_moved=kept.spec != in_use.spec,
+        is_moved=local != _cut(leaf.shape, in_use),
     )
 
 
