@@ -6,6 +6,7 @@ is made once for each mesh and ZeRO stage. Nothing is traced or allocated.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -15,6 +16,8 @@ from jaxscale.config import Config, ModelConfig, UserError
 from jaxscale.models.build import build_decoder, shape_decoder
 from jaxscale.models.model import Model
 from jaxscale.models.shape import DecoderShape
+from jaxscale.planning.weights import Weight, measure_weights
+from jaxscale.sharding.parts import measure_part
 from jaxscale.sharding.rules import Axes, lay_leaves, raise_problems
 from jaxscale.sharding.zero import Layouts, lay_stages
 from jaxscale.training.fp8_scaling import init_history
@@ -35,6 +38,33 @@ class Laid:
     optimizer_leaves: Sequence[StateLeaf]
     counter_bytes: int
     """Of the state that belongs to no parameter and no optimizer; whole on every device."""
+
+    @cached_property
+    def weights(self) -> tuple[Weight, ...]:
+        return measure_weights(self.layouts)
+
+    @cached_property
+    def kept_bytes(self) -> int:
+        """Of the parameters as the run keeps them, on one device."""
+        laid = zip(self.layouts.leaves.values(), jax.tree.leaves(self.layouts.params), strict=True)
+        return sum(measure_part(leaf.shape, leaf.dtype, sharding).bytes for leaf, sharding in laid)
+
+    @cached_property
+    def moment_bytes(self) -> int:
+        """Of the optimizer's state that belongs to parameters, on one device."""
+        return self._weigh_optimizer(of_parameters=True)
+
+    @cached_property
+    def whole_bytes(self) -> int:
+        """Of counters, the optimizer's too."""
+        return self.counter_bytes + self._weigh_optimizer(of_parameters=False)
+
+    def _weigh_optimizer(self, *, of_parameters: bool) -> int:
+        return sum(
+            measure_part(leaf.shape, leaf.dtype, leaf.sharding).bytes
+            for leaf in self.optimizer_leaves
+            if (leaf.parameter is not None) == of_parameters
+        )
 
 
 @dataclass(frozen=True)

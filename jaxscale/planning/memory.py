@@ -10,14 +10,11 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from jaxscale.inspection.weigh import measure_part
 from jaxscale.mesh import BATCH_AXES
 from jaxscale.planning import memory_chips, memory_cpu
 from jaxscale.planning.buffers import Buffer, Kind, Moment, find_peak
 from jaxscale.planning.draft import Draft, draft_setup
 from jaxscale.planning.sizes import measure_sizes
-from jaxscale.planning.weights import measure_weights
-from jaxscale.sharding.rules import iterate_leaves
 from jaxscale.training.setup import Setup
 from jaxscale.training.step import BATCH_DTYPES
 
@@ -51,7 +48,7 @@ def predict_memory(draft: Draft | Setup) -> MemoryForecast:
     """
     if isinstance(draft, Setup):
         draft = draft_setup(draft)
-    sizes, weights = measure_sizes(draft), measure_weights(draft.laid)
+    sizes, weights = measure_sizes(draft), draft.laid.weights
     arguments, host = _weigh_arguments(draft)
     compiler = memory_cpu if draft.platform == "cpu" else memory_chips
     buffers = compiler.list_buffers(draft, sizes, weights)
@@ -75,26 +72,19 @@ def predict_memory(draft: Draft | Setup) -> MemoryForecast:
 
 def _weigh_arguments(draft: Draft) -> tuple[dict[Kind, int], int]:
     """Bytes of the state and the batch on the device by kind, and those on the host."""
-    config, layouts = draft.config, draft.layouts
-    kept = sum(
-        measure_part(leaf.shape, leaf.dtype, sharding).bytes
-        for leaf, (_, sharding) in zip(layouts.leaves.values(), iterate_leaves(layouts.params), strict=True)
-    )
-    moments = {True: 0, False: draft.laid.counter_bytes}
-    for leaf in draft.laid.optimizer_leaves:
-        part = measure_part(leaf.shape, leaf.dtype, leaf.sharding).bytes
-        moments[leaf.parameter is not None] += part
+    config, laid = draft.config, draft.laid
     sequences = config.batch.sequences
     for axis in BATCH_AXES:
         sequences = -(-sequences // draft.axis_sizes[axis])
-    batch = (
-        sequences * config.batch.length * sum(jnp.dtype(dtype).itemsize for dtype in BATCH_DTYPES.values())
-    )
-    arguments: dict[Kind, int] = {"parameters": kept, "optimizer": sum(moments.values()), "batch": batch}
-    host = 0
-    if draft.platform != "cpu":  # a CPU has one memory
-        if config.offload.master_weights:
-            host, arguments["parameters"] = host + kept, 0
-        if config.offload.optimizer_state:
-            host, arguments["optimizer"] = host + moments[True], moments[False]
-    return arguments, host
+    token_bytes = sum(jnp.dtype(dtype).itemsize for dtype in BATCH_DTYPES.values())
+    batch = sequences * config.batch.length * token_bytes
+    # A CPU has one memory, and its compiler counts what is on the host with the rest.
+    is_apart = draft.platform != "cpu"
+    kept_on_host = laid.kept_bytes if is_apart and config.offload.master_weights else 0
+    moments_on_host = laid.moment_bytes if is_apart and config.offload.optimizer_state else 0
+    arguments: dict[Kind, int] = {
+        "parameters": laid.kept_bytes - kept_on_host,
+        "optimizer": laid.moment_bytes + laid.whole_bytes - moments_on_host,
+        "batch": batch,
+    }
+    return arguments, kept_on_host + moments_on_host

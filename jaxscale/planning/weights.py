@@ -7,9 +7,8 @@ from jax.sharding import NamedSharding
 
 from jaxscale.mesh import BATCH_AXES
 from jaxscale.models.shape import DecoderShape
-from jaxscale.planning.draft import Laid
 from jaxscale.sharding.rules import Leaf, iterate_leaves
-from jaxscale.sharding.zero import dim_axes
+from jaxscale.sharding.zero import Layouts, dim_axes
 
 
 @dataclass(frozen=True)
@@ -57,13 +56,12 @@ class Weight:
         return self.path.endswith("/kernel") and "/attention/" in self.path
 
 
-def measure_weights(laid: Laid) -> tuple[Weight, ...]:
+def measure_weights(layouts: Layouts) -> tuple[Weight, ...]:
     """Every parameter, in tree order."""
-    trees = (laid.layouts.params, laid.layouts.weights, laid.layouts.gradients)
+    trees = (layouts.params, layouts.weights, layouts.gradients)
     kept, in_use, gradients = (dict(iterate_leaves(tree)) for tree in trees)
     return tuple(
-        _measure(leaf, kept[path], in_use[path], gradients[path])
-        for path, leaf in laid.layouts.leaves.items()
+        _measure(leaf, kept[path], in_use[path], gradients[path]) for path, leaf in layouts.leaves.items()
     )
 
 
