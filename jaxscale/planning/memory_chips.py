@@ -14,7 +14,7 @@ from jaxscale.numerics.policy import DTYPES, compute_dtype
 from jaxscale.planning.buffers import ALWAYS, BACKWARD, THROUGH_LAYERS, Buffer, Kind, Moment
 from jaxscale.planning.draft import Draft
 from jaxscale.planning.sizes import ExpertSizes, Sizes, count_named
-from jaxscale.planning.weights import Weight
+from jaxscale.planning.weights import Weight, find_head_path
 
 _FP32 = 4
 _LANES = 128  # of a TPU's vector register: splash repeats each token's statistics over all of them
@@ -26,7 +26,7 @@ def list_buffers(draft: Draft, sizes: Sizes, weights: Sequence[Weight]) -> list[
         *_list_weights(draft, weights),
         *_list_gradients(draft, weights),
         *_list_kept(draft, sizes),
-        *_list_head(draft, sizes),
+        *_list_head(draft, sizes, weights),
         *_list_layer(draft, sizes, weights),
     ]
 
@@ -76,21 +76,42 @@ def _list_kept(draft: Draft, sizes: Sizes) -> Iterator[Buffer]:
             for name, count in count_named(sizes, kind == "experts", gated=gated).items()
             if name not in remat.offload and (name == "block_input" or kept_by_name(remat, name))
         }
-        if "attention_out" in kept and remat.is_off:
-            del kept["attention_out"]  # nothing in the backward pass reads it where all else is kept
+        if remat.is_off:
+            kept |= _add_unnamed(sizes, kept, has_mlp=kind == "dense")
         size = _width(draft) * sum(kept.values())
+        if remat.is_off:
+            size += 6 * _FP32 * sizes.tokens * sizes.embed  # forms of x in both norms, and x itself
         if "attention" in kept:
             size += _FP32 * sizes.heads * sizes.tokens
         what = f"kept for the backward pass of layers ({kind})"
         yield Buffer("activations", what, size * layers, THROUGH_LAYERS)
 
 
-def _list_head(draft: Draft, sizes: Sizes) -> Iterator[Buffer]:
+def _add_unnamed(sizes: Sizes, kept: dict[str, int], *, has_mlp: bool) -> dict[str, int]:
+    """What changes where a layer's whole inside is kept, and not by name."""
+    changed = {
+        "block_input": 0,  # kept in fp32, with the norms' forms of it
+        "attention_out": 0,  # nothing in the backward pass reads it
+        "attention": 2 * kept["attention"],  # as the kernel lays it, and as the projection reads it
+    }
+    # Six forms of hidden channels, whatever the activation; regions of experts keep what has a name alone.
+    return changed | ({"mlp_hidden": (6 - ("mlp_gate" in kept) - 1) * kept["mlp_hidden"]} if has_mlp else {})
+
+
+def _list_head(draft: Draft, sizes: Sizes, weights: Sequence[Weight]) -> Iterator[Buffer]:
     width, at_head = _width(draft), (Moment.HEAD, Moment.HEAD)
     head = sizes.embed * sizes.vocab
-    # Made before the first layer where nothing runs in a loop before it, scattered after the last.
-    first = Moment.FORWARD if draft.config.batch.microbatches == 1 else Moment.HEAD
-    yield Buffer("gradients", "gradient of the head, fp32 and whole", _FP32 * head, (first, Moment.UPDATE))
+    if sizes.chunk < sizes.tokens:
+        # A loop over chunks adds it up, in memory that is set aside before the first layer, but for within a
+        # loop over microbatches. It is scattered after the last layer.
+        first = Moment.HEAD if draft.config.batch.microbatches > 1 else Moment.FORWARD
+        yield Buffer(
+            "gradients", "gradient of the head, fp32 and whole", _FP32 * head, (first, Moment.UPDATE)
+        )
+    else:
+        own = sum(each.gradient for each in weights if each.path == find_head_path(draft.shape))
+        backward = (Moment.ATTENTION, Moment.UPDATE)
+        yield Buffer("gradients", "gradient of the head", _FP32 * own, backward)
     logits = 2 * _FP32 * sizes.chunk * sizes.vocab
     # The gather is assembled beside its parts; logits come when these are gone.
     yield Buffer("gathered", "head", width * head, at_head)
@@ -103,7 +124,8 @@ def _list_head(draft: Draft, sizes: Sizes) -> Iterator[Buffer]:
 
 def _list_layer(draft: Draft, sizes: Sizes, weights: Sequence[Weight]) -> Iterator[Buffer]:
     width, n, d = _width(draft), sizes.tokens, sizes.embed
-    yield Buffer("working", "residual stream, norms, heads and their gradients", 8 * width * n * d, BACKWARD)
+    yield Buffer("working", "residual stream, norms and their gradients", 5 * width * n * d, BACKWARD)
+    yield Buffer("working", "queries, attention and their gradients", 3 * width * n * sizes.query, BACKWARD)
     lanes = _LANES if draft.platform == "tpu" else 1
     yield Buffer("working", "softmax statistics", _FP32 * lanes * n * sizes.heads, BACKWARD)
     if draft.shape.attention == "xla":
@@ -133,7 +155,12 @@ def _list_experts(draft: Draft, experts: ExpertSizes, d: int, kernels: Sequence[
     def make(kind: Kind, what: str, elements: int) -> Buffer:
         return Buffer(kind, what, width * elements, at_experts)
 
-    yield make("exchange", "rows and gradients", 3 * experts.rows * d)
-    yield make("working", "hidden channels of rows", 4 * experts.rows * experts.mlp)
     yield make("gathered", "two kernels of experts", cut)
-    yield make("gradients", "gradient of a kernel of experts", kernel)
+    assert draft.shape.experts is not None
+    if draft.shape.experts.exchange == "capacity":
+        yield make("exchange", "slots and their gradients", 2 * experts.rows * d)
+        yield make("working", "hidden channels of slots", 4 * experts.rows * experts.mlp)
+        yield make("gradients", "gradient of a kernel of experts", kernel)
+    else:
+        yield make("exchange", "rows and their gradients", 4 * experts.rows * d)
+        yield make("working", "hidden channels of rows", 3 * experts.rows * experts.mlp)
