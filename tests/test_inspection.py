@@ -31,10 +31,11 @@ from jaxscale.inspection.plot import save_png
 from jaxscale.inspection.report import Inspection, LeafReport, StateBytes, sum_bytes
 from jaxscale.inspection.tables import render_tables
 from jaxscale.inspection.traffic import tabulate_expected
-from jaxscale.inspection.weigh import measure_part, weigh_leaves
+from jaxscale.inspection.weigh import weigh_leaves
 from jaxscale.mesh import AXES, axis_sizes
 from jaxscale.models.build import build_decoder, complete_shape
 from jaxscale.sharding.activations import Observation
+from jaxscale.sharding.parts import measure_part
 from jaxscale.sharding.rules import iterate_leaves
 from jaxscale.training.optimizer import make_optimizer
 from jaxscale.training.optimizer_layout import describe_optimizer

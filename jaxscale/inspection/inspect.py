@@ -19,12 +19,13 @@ from jaxscale.inspection.report import (
     sum_bytes,
 )
 from jaxscale.inspection.traffic import compare_traffic, tabulate_expected, tabulate_traffic, warn_of_formats
-from jaxscale.inspection.weigh import measure_part, weigh_leaves
+from jaxscale.inspection.weigh import weigh_leaves
 from jaxscale.models.build import count_parameters
 from jaxscale.numerics.policy import compute_dtype
 from jaxscale.sharding.activations import Observation, watch_constraints
 from jaxscale.sharding.collectives import Collective, read_collectives
 from jaxscale.sharding.host_moves import HostMoves, read_host_moves
+from jaxscale.sharding.parts import measure_part
 from jaxscale.sharding.rules import Axes
 from jaxscale.sharding.zero import STATE_AXES, ZERO_AXIS, dim_axes
 from jaxscale.training.offload import expect_host_traffic

@@ -1,9 +1,6 @@
 """Bytes of each parameter on a device, from shapes and layouts alone."""
 
-import math
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
@@ -12,32 +9,12 @@ from jaxscale.config import OffloadConfig, PrecisionConfig
 from jaxscale.inspection.report import LeafReport, StateBytes
 from jaxscale.numerics.fp8 import E4M3
 from jaxscale.numerics.policy import DTYPES, compute_dtype
+from jaxscale.sharding.parts import Part, measure_part
 from jaxscale.sharding.rules import Axes, Leaf, iterate_leaves
-from jaxscale.sharding.zero import Layouts, dim_axes, spec_axes
+from jaxscale.sharding.zero import Layouts, dim_axes
 from jaxscale.training.optimizer_layout import StateLeaf
 
 _NO_OFFLOAD = OffloadConfig()
-
-
-@dataclass(frozen=True)
-class Part:
-    """What one device has of one array."""
-
-    bytes: int
-    whole_on: Axes
-    """Mesh axes larger than 1 on which every device has the same part, in mesh order."""
-    copies: int
-    """Devices that have the same part: the product of those axes."""
-
-
-def measure_part(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Part:
-    """The part of an array on one device; the largest one where a dim does not divide."""
-    sizes = sharding.mesh.shape
-    ways = [math.prod(sizes[axis] for axis in axes) for axes in dim_axes(sharding.spec, len(shape))]
-    elements = math.prod(-(-size // way) for size, way in zip(shape, ways, strict=True))
-    laid = spec_axes(sharding.spec)
-    whole_on = tuple(axis for axis, size in sizes.items() if size > 1 and axis not in laid)
-    return Part(elements * jnp.dtype(dtype).itemsize, whole_on, math.prod(sizes[axis] for axis in whole_on))
 
 
 def weigh_leaves(
