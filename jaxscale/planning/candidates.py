@@ -1,6 +1,6 @@
 """What a plan chooses among: meshes, ZeRO stages, remat, microbatches, compute formats and offload.
 
-Nothing here changes the mathematics of a run but the compute format, which is the configuration's alone unless
+Nothing here changes the mathematics but the compute format, which is the configuration's alone unless
 others are asked for by name. What would only be another name for the same layout is left out: below stage 2
 `fsdp` is one more replica, so `data` stands for both; from stage 2 on there is an `fsdp` to lay things over.
 """
