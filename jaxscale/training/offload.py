@@ -35,17 +35,23 @@ Finish = Callable[[Params], Params]
 
 
 def find_offload_problems(config: Config, mesh: Mesh) -> list[str]:
-    """What keeps state from being kept on the host."""
+    """What keeps state from being kept on the host of these devices."""
+    device: Any = mesh.devices.flat[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if config.offload.is_off or HOST_MEMORY in kinds:
+        return find_stream_problems(config)
+    return [
+        f"offload: {device.platform} devices have no memory of the kind {HOST_MEMORY}, only "
+        f"{', '.join(kinds)}; set offload.optimizer_state and offload.master_weights to false",
+        *find_stream_problems(config),
+    ]
+
+
+def find_stream_problems(config: Config) -> list[str]:
+    """What keeps state from being streamed from any host."""
     if config.offload.is_off:
         return []
     problems = []
-    device: Any = mesh.devices.flat[0]
-    kinds = [memory.kind for memory in device.addressable_memories()]
-    if HOST_MEMORY not in kinds:
-        problems.append(
-            f"offload: {device.platform} devices have no memory of the kind {HOST_MEMORY}, only "
-            f"{', '.join(kinds)}; set offload.optimizer_state and offload.master_weights to false"
-        )
     if config.optimizer.name not in ELEMENTWISE_OPTIMIZERS:
         problems.append(
             f"offload: {config.optimizer.name} looks at more than one element at a time, so its state cannot "

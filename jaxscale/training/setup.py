@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import optax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxscale.config import Config, ModelConfig, PythonModelConfig, UserError
 from jaxscale.mesh import BATCH_AXES, make_mesh, resolve_mesh
@@ -38,18 +38,16 @@ class Setup:
     """A configuration laid on a mesh: what is compiled, and where everything lies."""
 
     config: Config
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
+    """Abstract where nothing is to be compiled."""
+    platform: str
+    """`tpu`, `gpu` or `cpu`."""
     shape: DecoderShape | None
     """Of a decoder; None for a model of one's own."""
     vocab: int
     model: Model
     layouts: Layouts
     optimizer: optax.GradientTransformation
-
-    @property
-    def platform(self) -> str:
-        """`tpu`, `gpu` or `cpu`."""
-        return self.mesh.devices.flat[0].platform
 
     @cached_property
     def shardings(self) -> TrainState:
@@ -67,6 +65,7 @@ class Setup:
     @contextmanager
     def ambient(self) -> Iterator[None]:
         """The mesh, the strategy and the remat that programs are traced under."""
+        assert isinstance(self.mesh, Mesh), "an abstract mesh compiles nothing"
         with jax.set_mesh(self.mesh), use_strategy(self.strategy), use_remat(self.config.remat):
             yield
 
@@ -167,6 +166,7 @@ def make_setup(
       UserError: batch, sizes, rules or strategy do not fit each other or the mesh; every problem is listed.
     """
     problems = find_batch_problems(config, mesh) + find_offload_problems(config, mesh)
+    platform = mesh.devices.flat[0].platform
     shape: DecoderShape | None = None
     if model is not None:
         with jax.set_mesh(mesh):
@@ -176,7 +176,7 @@ def make_setup(
             model = load_model(config.model, vocab=vocab, length=config.batch.length)
     elif isinstance(config.model, ModelConfig):
         problems += find_contradictions(config)
-        shape = complete_shape(config, vocab=vocab, platform=mesh.devices.flat[0].platform)
+        shape = complete_shape(config, vocab=vocab, platform=platform)
         model = build_decoder(shape)
     else:
         raise UserError("model: is required and has no value; give a decoder's shape, or `file` of your own")
@@ -203,10 +203,10 @@ def make_setup(
         optimizer = make_optimizer(config.optimizer, config.precision, leaves, layouts)
     else:
         optimizer = adopt_optimizer(config.optimizer, config.precision, optimizer)
-    return Setup(config, mesh, shape, vocab, model, layouts, optimizer)
+    return Setup(config, mesh, platform, shape, vocab, model, layouts, optimizer)
 
 
-def find_batch_problems(config: Config, mesh: Mesh) -> list[str]:
+def find_batch_problems(config: Config, mesh: Mesh | AbstractMesh) -> list[str]:
     """What keeps a batch from being cut into microbatches and laid over the mesh."""
     batch, problems = config.batch, []
     if config.steps * batch.sequences >= 2**32:
