@@ -201,7 +201,7 @@ def _attend_splash(
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 
     _, length, heads, head = q_BTNH.shape
-    block = _choose_splash_block(length)
+    block = choose_splash_block(length)
     mask = splash_mask.CausalMask((length, length)) if causal else splash_mask.FullMask((length, length))
     kernel = splash.make_splash_mha(
         splash_mask.MultiHeadMask([mask] * heads),
@@ -227,7 +227,7 @@ def _attend_splash(
     return out_BNTH.swapaxes(1, 2)
 
 
-def _choose_splash_block(length: int) -> int:
+def choose_splash_block(length: int) -> int:
     """The largest multiple of 128 positions, 512 at most, that divides the length; one for all passes."""
     return next(tile for tile in range(_SPLASH_BLOCK_LIMIT, 0, -_SPLASH_LANES) if length % tile == 0)
 

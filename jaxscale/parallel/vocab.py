@@ -221,7 +221,7 @@ def _loss_of_shard(
     (embed, rows), wide = head_DV.shape, _widen(x_BTD.dtype)
     # XLA's CPU compiler gathers bf16 as fp32, and would then also multiply in fp32, at half the speed.
     x_BTD, head_DV = lax.optimization_barrier((x_BTD, head_DV))
-    size = _largest_divisor(labels_BT.size, max(LOGITS_HELD // rows, 1))
+    size = largest_divisor(labels_BT.size, max(LOGITS_HELD // rows, 1))
     chunks = (
         x_BTD.reshape(-1, size, embed),
         labels_BT.reshape(-1, size),
@@ -313,5 +313,5 @@ def _join_shards(
     return jnp.log((totals * jnp.exp(maxima - max_N)).sum(0)) + max_N, label_logits.sum(0)
 
 
-def _largest_divisor(number: int, limit: int) -> int:
+def largest_divisor(number: int, limit: int) -> int:
     return next(size for size in range(min(number, limit), 0, -1) if number % size == 0)
